@@ -52,11 +52,11 @@ CACHE_TYPES: Tuple[CacheType, ...] = (
     CacheType("f16",     1,  1,  2),
     CacheType("bf16",   30,  1,  2),
     CacheType("q8_0",    8, 32, 34),
-    CacheType("q5_1",    7, 32, 24),
     CacheType("q5_0",    6, 32, 22),
-    CacheType("iq4_nl", 20, 32, 18),
-    CacheType("q4_1",    3, 32, 20),
+    CacheType("q5_1",    7, 32, 24),
     CacheType("q4_0",    2, 32, 18),
+    CacheType("q4_1",    3, 32, 20),
+    CacheType("iq4_nl", 20, 32, 18),
 )
 
 # Bits that a SPEC may name, and the type that stores them.

@@ -5,7 +5,7 @@ A tokenizer is copied from another GGUF; without one the model has no vocabulary
 load it and to make contexts.
 
 usage: synth.py OUT [--tokenizer GGUF] [--n-layer 2] [--n-head 4] [--n-head-kv 2[,1,...]] [--head-k 64]
-                    [--head-v 64] [--n-embd 64] [--arch llama|gemma3] [--window 512] [--pattern 6]
+                    [--head-v 64] [--n-embd 64] [--arch llama|gemma3|mimo2] [--window 512] [--pattern 6]
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Shape:
     """Shape of a synthetic model.
 
     Attributes:
-        arch: llama or gemma3 (sliding window).
+        arch: llama; gemma3 (every pattern-th layer is full, the others slide); mimo2 (as gemma3, and the
+            only one whose heads of K and V may differ in size and whose KV heads may differ by layer).
         n_layer: transformer blocks.
         n_embd: width of the residual stream; independent of heads x head size.
         n_head: query heads.
@@ -35,7 +36,7 @@ class Shape:
         n_ff: width of the feed-forward layer; None means twice n_embd.
         n_ctx_train: context length in the metadata.
         n_rot: rotated values of a head; None means head_k (llama accepts nothing else).
-        window, pattern: sliding window and its period (gemma3).
+        window, pattern: sliding window and its period (gemma3, mimo2).
         seed: of the weights.
         extra: further metadata, full key to value.
     """
@@ -101,6 +102,8 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
     n_ff = 2 * s.n_embd if s.n_ff is None else s.n_ff
     n_rot = s.head_k if s.n_rot is None else s.n_rot
     heads_kv = s.heads_kv
+    if s.arch != "mimo2" and (head_v != s.head_k or len(set(heads_kv)) > 1):
+        raise ValueError(f"{s.arch} can't load K and V heads of different sizes or KV heads by layer; use mimo2")
     if len(heads_kv) != s.n_layer:
         raise ValueError(f"n_head_kv has {len(heads_kv)} entries for {s.n_layer} layers")
 
@@ -126,7 +129,12 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
     if s.arch == "gemma3":
         w.add_sliding_window(s.window)
         if s.pattern is not None:
-            w.add_uint32(f"{s.arch}.attention.sliding_window_pattern", s.pattern)
+            w.add_uint32("gemma3.attention.sliding_window_pattern", s.pattern)
+    elif s.arch == "mimo2":
+        period = s.pattern or 2
+        w.add_sliding_window(s.window)
+        w.add_array("mimo2.attention.sliding_window_pattern", [il % period != period - 1 for il in range(s.n_layer)])
+        w.add_uint32("mimo2.expert_feed_forward_length", n_ff)
     _add_extra(w, s.extra)
 
     rng = np.random.default_rng(s.seed)
@@ -139,6 +147,8 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
 
     w.add_tensor("token_embd.weight", rand(n_vocab, s.n_embd))
     w.add_tensor("output_norm.weight", ones(s.n_embd))
+    if s.arch == "mimo2":
+        w.add_tensor("output.weight", rand(n_vocab, s.n_embd))
     for il, n_kv in enumerate(heads_kv):
         t: Dict[str, np.ndarray] = {
             "attn_norm": ones(s.n_embd),
@@ -183,7 +193,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description="write a random-weight GGUF")
     p.add_argument("out", type=Path)
     p.add_argument("--tokenizer", type=Path)
-    p.add_argument("--arch", default="llama", choices=["llama", "gemma3"])
+    p.add_argument("--arch", default="llama", choices=["llama", "gemma3", "mimo2"])
     p.add_argument("--n-layer", type=int, default=2)
     p.add_argument("--n-embd", type=int, default=64)
     p.add_argument("--n-head", type=int, default=4)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""The native tools: find them, run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, TextIO
+
+from kvsplit import native
+from kvsplit.errors import NativeMissingError, ToolError
+
+_EXE = ".exe" if sys.platform == "win32" else ""
+
+#: What a complete build holds.
+NAMES = ("llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-quantize")
+
+
+def find(name: str) -> Path:
+    """Path of a tool.
+
+    Raises:
+        NativeMissingError: it isn't built; the message says where it was looked for.
+    """
+    dirs = native.bin_dirs()
+    for folder in dirs:
+        path = folder / (name + _EXE)
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    raise NativeMissingError(
+        f"{name} was not found (looked in {', '.join(map(str, dirs))}); "
+        "build the project and set KVSPLIT_NATIVE_DIR to its build folder, or install the package with pip"
+    )
+
+
+def environment() -> Dict[str, str]:
+    """The environment for a tool: ours, without settings that would change what a measurement means."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_ARG_")}
+
+
+def _tail(text: str, lines: int = 6) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def failure(name: str, returncode: int, stderr: str) -> ToolError:
+    """The error for a tool that ended badly: its own words, or the signal."""
+    if returncode < 0:
+        import signal
+
+        try:
+            why = f"was killed by {signal.Signals(-returncode).name}"
+        except ValueError:
+            why = f"was killed by signal {-returncode}"
+        if returncode == -9:
+            why += " (out of memory?)"
+    else:
+        why = f"ended with exit code {returncode}"
+    return ToolError(f"{name} {why}\n{_tail(stderr)}".rstrip(), returncode=returncode, stderr=_tail(stderr, 40))
+
+
+def run(
+    name: str,
+    args: Sequence[str],
+    *,
+    progress: Optional[TextIO] = None,
+    env: Optional[Dict[str, str]] = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a tool to its end and return what it wrote.
+
+    Args:
+        name: of the tool.
+        args: its arguments.
+        progress: where its stderr is copied while it runs; None keeps it quiet.
+        env: environment; None means :func:`environment`.
+
+    Raises:
+        NativeMissingError: it isn't built.
+        ToolError: it ended with an error or by a signal.
+    """
+    cmd: List[str] = [str(find(name)), *args]
+    proc = subprocess.Popen(
+        cmd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment() if env is None else env,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    import threading
+
+    out: List[str] = []
+    err: List[str] = []
+
+    def drain() -> None:
+        assert proc.stderr is not None
+        for line in proc.stderr:
+            err.append(line)
+            if progress is not None:
+                progress.write(line)
+                progress.flush()
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    try:
+        assert proc.stdout is not None
+        for line in proc.stdout:
+            out.append(line)
+        code = proc.wait()
+    except BaseException:
+        proc.terminate()
+        proc.wait()
+        raise
+    finally:
+        thread.join(timeout=5)
+    stderr = "".join(err)
+    if code != 0:
+        raise failure(name, code, stderr or "".join(out))
+    return subprocess.CompletedProcess(cmd, code, "".join(out), stderr)
+
+
+def exec_tool(name: str, args: Sequence[str]) -> int:
+    """Run a tool on the user's own terminal and return its exit status."""
+    cmd = [str(find(name)), *args]
+    try:
+        return subprocess.run(cmd, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
