@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from project import HEADER, PATCHQ, TREE, Project, make_sdist, run, snapshot
+from project import FILES, HEADER, PATCHQ, TREE, Project, make_sdist, run, snapshot
 
 FIRST = "0601-kvcache-hook.patch"
 SECOND = "0702-arg-more.patch"
@@ -363,6 +363,14 @@ def new_release(project: Project, a: str, b: str = "int b;\n") -> str:
     """Write the archive of release 1.1 and return its sha256."""
     files = {f"{TREE}/src/a.cpp": a, f"{TREE}/src/b.cpp": b, f"{TREE}/src/c.cpp": "int c;\n"}
     return make_sdist(project.root / "made_up-1.1.tar.gz", files, "made_up-1.1")
+
+
+def test_pristine(patched: Project) -> None:
+    folder = patched.root / "pristine"
+    assert patched.patchq("pristine", "--dir", folder).returncode == 0
+    files = {name[len(TREE) + 1 :]: text.encode() for name, text in FILES.items() if name.startswith(TREE)}
+    assert snapshot(folder) == files
+    assert patched.patchq("pristine", "--dir", folder).returncode == 1, "nothing is overwritten"
 
 
 def test_bump(patched: Project) -> None:
