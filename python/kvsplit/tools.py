@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, TextIO
 
@@ -47,8 +50,6 @@ def _tail(text: str, lines: int = 6) -> str:
 def failure(name: str, returncode: int, stderr: str) -> ToolError:
     """The error for a tool that ended badly: its own words, or the signal."""
     if returncode < 0:
-        import signal
-
         try:
             why = f"was killed by {signal.Signals(-returncode).name}"
         except ValueError:
@@ -60,13 +61,39 @@ def failure(name: str, returncode: int, stderr: str) -> ToolError:
     return ToolError(f"{name} {why}\n{_tail(stderr)}".rstrip(), returncode=returncode, stderr=_tail(stderr, 40))
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A tool that ended well.
+
+    Attributes:
+        args: the whole command line.
+        stdout, stderr: what it wrote.
+        peak_rss: its largest resident memory in bytes; None where the system doesn't tell.
+    """
+
+    args: List[str]
+    stdout: str
+    stderr: str
+    peak_rss: Optional[int] = None
+
+
+def _wait(proc: "subprocess.Popen[str]") -> Optional[int]:
+    """Wait for the end, set the return code, and tell the peak memory where the system knows it."""
+    if not hasattr(os, "wait4"):
+        proc.wait()
+        return None
+    _, status, usage = os.wait4(proc.pid, 0)
+    proc.returncode = os.waitstatus_to_exitcode(status)
+    return int(usage.ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
 def run(
     name: str,
     args: Sequence[str],
     *,
     progress: Optional[TextIO] = None,
     env: Optional[Dict[str, str]] = None,
-) -> "subprocess.CompletedProcess[str]":
+) -> Finished:
     """Run a tool to its end and return what it wrote.
 
     Args:
@@ -79,7 +106,17 @@ def run(
         NativeMissingError: it isn't built.
         ToolError: it ended with an error or by a signal.
     """
-    cmd: List[str] = [str(find(name)), *args]
+    return run_command([str(find(name)), *args], name, progress=progress, env=env)
+
+
+def run_command(
+    cmd: List[str],
+    name: str,
+    *,
+    progress: Optional[TextIO] = None,
+    env: Optional[Dict[str, str]] = None,
+) -> Finished:
+    """As :func:`run`, for any command; ``name`` is what messages call it."""
     proc = subprocess.Popen(
         cmd,
         stdin=subprocess.DEVNULL,
@@ -90,9 +127,6 @@ def run(
         encoding="utf-8",
         errors="replace",
     )
-    import threading
-
-    out: List[str] = []
     err: List[str] = []
 
     def drain() -> None:
@@ -107,19 +141,21 @@ def run(
     thread.start()
     try:
         assert proc.stdout is not None
-        for line in proc.stdout:
-            out.append(line)
-        code = proc.wait()
+        out = proc.stdout.read()
+        peak = _wait(proc)
     except BaseException:
         proc.terminate()
         proc.wait()
         raise
     finally:
         thread.join(timeout=5)
+        for pipe in (proc.stdout, proc.stderr):
+            if pipe is not None:
+                pipe.close()
     stderr = "".join(err)
-    if code != 0:
-        raise failure(name, code, stderr or "".join(out))
-    return subprocess.CompletedProcess(cmd, code, "".join(out), stderr)
+    if proc.returncode != 0:
+        raise failure(name, proc.returncode, stderr or out)
+    return Finished(cmd, out, stderr, peak)
 
 
 def exec_tool(name: str, args: Sequence[str]) -> int:

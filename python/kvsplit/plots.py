@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT
+"""Charts. One look for a configuration everywhere: colour, marker and line style (Okabe-Ito colours)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+from kvsplit.results import Summary
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a configuration looks."""
+
+    color: str
+    marker: str
+    line: str = "-"
+
+
+_STYLES: Dict[str, Style] = {
+    "F16": Style("#000000", "s"),
+    "K8V8": Style("#0072B2", "o"),
+    "K8V4": Style("#D55E00", "D", "--"),
+    "K4V8": Style("#009E73", "^", "-."),
+    "K4V4": Style("#CC79A7", "v", ":"),
+    "K8V5": Style("#E69F00", "P"),
+    "K5V4": Style("#56B4E9", "X"),
+    "K5V5": Style("#7F6A00", "h"),
+}
+_SPARE = [
+    Style(c, m)
+    for m, c in zip(
+        ["p", "*", "<", ">", "d", "H", "8"],
+        ["#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F6A00"],
+    )
+]
+
+
+def style(config: str, position: int = 0) -> Style:
+    """The look of a configuration; ``position`` picks one for a label that has none of its own."""
+    return _STYLES.get(config) or _SPARE[position % len(_SPARE)]
+
+
+def pareto(points: Sequence[Tuple[float, float]]) -> List[int]:
+    """Indices of the points that no other one beats in both coordinates (smaller is better), by x."""
+    best: List[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not best or points[i][1] < points[best[-1]][1]:
+            best.append(i)
+    return best
+
+
+def _place_labels(fig: Any, ax: Any, texts: List[Any], points: List[Tuple[float, float]]) -> None:
+    """Move labels, in a fixed order of tries, until none covers another, a point, or the frame."""
+    from matplotlib.transforms import Bbox
+
+    renderer = fig.canvas.get_renderer()
+    frame = ax.get_window_extent(renderer)
+    dots = [ax.transData.transform(p) for p in points]
+    taken: List[Any] = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
+    tries = [(9, 5, "left", "bottom"), (9, -5, "left", "top"), (-9, 5, "right", "bottom"), (-9, -5, "right", "top")]
+    tries += [(0, 12, "center", "bottom"), (0, -12, "center", "top"), (9, 22, "left", "bottom")]
+    tries += [(-9, 22, "right", "bottom"), (9, -22, "left", "top"), (-9, -22, "right", "top")]
+    for text in texts:
+        for dx, dy, ha, va in tries:
+            text.xyann = (dx, dy)
+            text.set_ha(ha)
+            text.set_va(va)
+            box = text.get_window_extent(renderer)
+            inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
+            if inside and not any(box.overlaps(t) for t in taken):
+                break
+        taken.append(text.get_window_extent(renderer))
+
+
+def memory_quality(
+    summaries: Sequence[Summary],
+    outputs: Sequence[Union[str, "os.PathLike[str]"]],
+    *,
+    model: str,
+    note: str = "",
+) -> List[Path]:
+    """KV memory against KL divergence, one point a configuration.
+
+    Args:
+        summaries: those without memory or KLD are left out.
+        outputs: files to write; the ending says the format. None may exist.
+        model: name for the title.
+        note: one line below the title, for example text and sample size.
+
+    Returns:
+        The files written; none if there is nothing to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    pts = [s for s in summaries if s.kv_bytes is not None and s.kld is not None]
+    if not pts:
+        return []
+    xy = [(float(s.kv_mib or 0), float(s.kld or 0)) for s in pts]
+    floor: Optional[float] = next((s.kld_floor for s in pts if s.kld_floor is not None), None)
+
+    fig = Figure(figsize=(7.2, 4.6), dpi=160, layout="constrained")
+    canvas = FigureCanvasAgg(fig)
+    ax = fig.add_subplot()
+    front = pareto(xy)
+    if len(front) > 1:
+        ax.plot(
+            [xy[i][0] for i in front], [xy[i][1] for i in front], color="#999999", lw=1.2, zorder=1, label="best trade-off"
+        )
+    if floor is not None:
+        ax.axhline(floor, color="#000000", lw=0.9, ls=(0, (4, 3)), zorder=1)
+    texts = []
+    for i, (s, (x, y)) in enumerate(zip(pts, xy)):
+        st = style(s.config, i)
+        ax.errorbar(
+            x, y, yerr=s.kld_se or None, fmt=st.marker, color=st.color, ms=8, capsize=3, elinewidth=1.2, zorder=3,
+            markeredgecolor="white", markeredgewidth=0.8,
+        )  # fmt: skip
+        saved = "" if not s.saving else f"  ({100 * s.saving:.0f} % less)"
+        texts.append(
+            ax.annotate(
+                f"{s.config}{saved}", (x, y), xytext=(9, 5), textcoords="offset points", color=st.color, fontsize=9.5,
+                fontweight="bold", zorder=4,
+            )
+        )  # fmt: skip
+
+    top = max(y + (s.kld_se or 0) for s, (_, y) in zip(pts, xy))
+    positive = [y for _, y in xy if y > 0]
+    if positive and max(positive) / min(positive) > 50:
+        ax.set_yscale("symlog", linthresh=min(positive))
+        ax.set_ylim(0, top * 1.6)
+    else:
+        ax.set_ylim(-0.03 * (top or 1e-3), (top or 1e-3) * 1.15)
+    ax.set_xlim(0, max(x for x, _ in xy) * 1.08)
+    n_ctx = next((s.n_ctx for s in pts if s.n_ctx), None)
+    ax.set_xlabel(f"KV cache (MiB{f', {n_ctx} tokens' if n_ctx else ''})")
+    ax.set_ylabel("mean KL divergence from f16 (nats per token)")
+    fig.suptitle(f"KV cache memory against quality: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+    if note:
+        ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+    ax.grid(True, color="#e4e4e4", lw=0.7)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    if floor is not None:
+        ax.annotate(
+            f"f16 against itself: {floor:.5f}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, 4),
+            textcoords="offset points", fontsize=8.5, color="#000000", va="bottom",
+        )  # fmt: skip
+    if len(front) > 1:
+        ax.legend(loc="upper right", frameon=False, fontsize=8.5)
+    canvas.draw()
+    _place_labels(fig, ax, texts, xy)
+
+    written: List[Path] = []
+    for out in outputs:
+        path = Path(out)
+        with open(path, "xb") as f:
+            fig.savefig(f, format=path.suffix.lstrip(".") or "png")
+        written.append(path)
+    return written

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: MIT
+"""Make a context and tell what its KV cache is made of, as JSON on stdout.
+
+A process of its own: its memory goes when it ends, and a crash takes nothing with it.
+
+usage: python -m kvsplit.probe MODEL N_CTX KEY VAL
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+from kvsplit import native, tools
+from kvsplit.errors import ResultError
+from kvsplit.policy import KVQuant
+
+
+def main(argv: List[str]) -> int:
+    """Entry of the process."""
+    from kvsplit.errors import KVSplitError
+
+    model, n_ctx, key, val = argv
+    try:
+        from kvsplit.llama import Llama
+
+        llm = Llama(model, kvq_key=key, kvq_val=val, n_ctx=int(n_ctx), flash_attn=True, swa_full=False, verbose=False)
+        res = llm.kv_cache.to_json()
+        res["report"] = llm.kv_cache.report
+        print(json.dumps(res))
+        llm.close()
+    except KVSplitError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def kv_cache(model: Path, n_ctx: int, quant: KVQuant) -> Dict[str, Any]:
+    """Run the process and return what it told, as :meth:`kvsplit.llama.KVCache.to_json` with ``report``.
+
+    Raises:
+        ToolError: no context could be made; the message carries the reason.
+    """
+    env = dict(os.environ)
+    # the package may run from a source tree that isn't installed
+    env["PYTHONPATH"] = os.pathsep.join([str(native.PACKAGE.parent), *filter(None, [env.get("PYTHONPATH")])])
+    cmd = [sys.executable, "-m", "kvsplit.probe", str(model), str(n_ctx), quant.key, quant.val]
+    res = tools.run_command(cmd, f"making a context of {n_ctx} tokens under {quant.label}", env=env)
+    try:
+        data: Dict[str, Any] = json.loads(res.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ResultError(f"the KV cache of {quant.label} could not be read back: {res.stdout[:200]!r}") from None
+    data["peak_rss"] = res.peak_rss
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT
+"""Perplexity and KL divergence, from llama-perplexity.
+
+The f16 run writes the log-probabilities of every token once; every configuration, f16 included, is then
+held against them. f16 against itself is the floor below which a difference means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator, List, Optional, Sequence
+
+from kvsplit import tools
+from kvsplit.bench import kvq_args
+from kvsplit.errors import CacheFolderError, ResultError, UsageError
+from kvsplit.gguf_meta import GGUFInfo
+from kvsplit.models import sha256_file
+from kvsplit.policy import F16, KVQuant
+
+# llama-perplexity prints no statistics for fewer tokens
+_MIN_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text to evaluate on.
+
+    Attributes:
+        path: UTF-8 file.
+        name: what outputs call it.
+        sha256: of the file.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+
+
+def default_text(folder: Path) -> Path:
+    """Write the text that every Python carries (the topics of its help) and return its path."""
+    from pydoc_data import topics
+
+    pieces: List[str] = [str(topics.topics[k]) for k in sorted(topics.topics)]
+    path = folder / f"pydoc-topics-{sys.version_info[0]}.{sys.version_info[1]}.txt"
+    path.write_text("\n\n".join(pieces), encoding="utf-8")
+    return path
+
+
+@contextmanager
+def text_file(given: Optional[Path]) -> Iterator[Text]:
+    """The text to use: a given file, or the default in a temporary one.
+
+    Raises:
+        UsageError: the file can't be read or isn't UTF-8.
+    """
+    if given is not None:
+        try:
+            data = given.read_bytes()
+            data.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UsageError(f"--text: {given} is not UTF-8 text ({e.reason} at byte {e.start})") from None
+        except OSError as e:
+            raise UsageError(f"--text: {given} can't be read ({e.strerror or e})") from None
+        yield Text(given, given.name, hashlib.sha256(data).hexdigest())
+        return
+    with tempfile.TemporaryDirectory(prefix="kvsplit-text-") as tmp:
+        path = default_text(Path(tmp))
+        yield Text(path, f"pydoc_data.topics of Python {sys.version.split()[0]}", sha256_file(path))
+
+
+@dataclass(frozen=True)
+class QualityPlan:
+    """What to measure.
+
+    Attributes:
+        ppl_ctx: tokens of a chunk; the second half of each is scored.
+        chunks: chunks.
+        n_threads: threads; None lets the tool choose.
+    """
+
+    ppl_ctx: int = 2048
+    chunks: int = 8
+    n_threads: Optional[int] = None
+
+    @property
+    def scored(self) -> int:
+        """Tokens that are scored."""
+        return self.chunks * (self.ppl_ctx - 1 - self.ppl_ctx // 2)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Statistics of one configuration against the f16 base; KLD in nats, top1 as a share.
+
+    ``ppl_se`` and the other ``_se`` are standard errors as llama-perplexity gives them.
+    """
+
+    ppl: float
+    ppl_se: float
+    ppl_base: float
+    ppl_base_se: float
+    ppl_ratio: float
+    ppl_ratio_se: float
+    kld: float
+    kld_se: float
+    kld_max: float
+    kld_p999: float
+    kld_median: float
+    top1: float
+    top1_se: float
+
+
+_NUM = r"([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|nan|inf))"
+_PAIR = _NUM + r"\s*(?:±|\+/-|\ufffd+)\s*" + _NUM
+
+
+def _pair(text: str, label: str) -> List[float]:
+    m = re.search(r"^\s*" + label + r"\s*:\s*" + _PAIR, text, re.MULTILINE)
+    if m is None:
+        raise KeyError(label)
+    return [float(m.group(1)), float(m.group(2))]
+
+
+def _one(text: str, label: str) -> float:
+    m = re.search(r"^\s*" + label + r"\s*:\s*" + _NUM, text, re.MULTILINE)
+    if m is None:
+        raise KeyError(label)
+    return float(m.group(1))
+
+
+def parse(output: str) -> Quality:
+    """The statistics that ``llama-perplexity --kl-divergence`` prints at its end (it has no other format).
+
+    Raises:
+        ResultError: they aren't all there; the tool ends with status 0 even when it gave up.
+    """
+    at = output.rfind("====== Perplexity statistics")
+    tail = output[at:] if at >= 0 else ""
+    try:
+        ppl = _pair(tail, r"Mean PPL\(Q\)")
+        base = _pair(tail, r"Mean PPL\(base\)")
+        ratio = _pair(tail, r"Mean PPL\(Q\)/PPL\(base\)")
+        kld = _pair(tail, r"Mean\s+KLD")
+        top = _pair(tail, r"Same top p")
+        res = Quality(
+            ppl=ppl[0],
+            ppl_se=ppl[1],
+            ppl_base=base[0],
+            ppl_base_se=base[1],
+            ppl_ratio=ratio[0],
+            ppl_ratio_se=ratio[1],
+            kld=kld[0],
+            kld_se=kld[1],
+            kld_max=_one(tail, r"Maximum\s+KLD"),
+            kld_p999=_one(tail, r"99\.9%\s+KLD"),
+            kld_median=_one(tail, r"Median\s+KLD"),
+            top1=top[0] / 100,
+            top1_se=top[1] / 100,
+        )
+    except KeyError as e:
+        raise ResultError(f"llama-perplexity gave no result: {e.args[0]} is missing\n{_reason(output)}".rstrip()) from None
+    if res.ppl != res.ppl or res.kld != res.kld:
+        raise ResultError("llama-perplexity gave NaN: attention broke down under this configuration")
+    return res
+
+
+def _reason(output: str) -> str:
+    """What the tool says about its failure, without its time stamps."""
+    lines = [re.sub(r"^[0-9.]+ [IWE] ", "", s).strip() for s in output.splitlines()]
+    told = [s for s in lines if re.search(r"error|fail|need at least|tokenizes to|NaN", s, re.IGNORECASE)]
+    return "\n".join((told or [s for s in lines if s])[-4:])
+
+
+def n_vocab(info: GGUFInfo) -> int:
+    """Tokens in a model's vocabulary; 0 if unknown."""
+    return info.array_lengths.get("tokenizer.ggml.tokens", 0)
+
+
+def base_bytes(plan: QualityPlan, vocab: int) -> int:
+    """Size of the file of log-probabilities: 16 bits for each token of the vocabulary and scored token."""
+    row = 2 * (2 * ((vocab + 1) // 2) + 4)
+    return 20 + 4 * plan.ppl_ctx * plan.chunks + plan.scored * row
+
+
+def check(plan: QualityPlan, text: Text) -> None:
+    """Refuse what can't give a result.
+
+    Raises:
+        UsageError: too few tokens are scored, or the text is too short for a chunk.
+    """
+    if plan.scored < _MIN_TOKENS:
+        raise UsageError(
+            f"--ppl-ctx {plan.ppl_ctx} with --chunks {plan.chunks} scores {plan.scored} tokens, "
+            f"at least {_MIN_TOKENS} are needed"
+        )
+    size = text.path.stat().st_size
+    if size < 2 * plan.ppl_ctx:  # a token is rarely shorter than a byte
+        raise UsageError(f"--text: {text.name} has {size} bytes, too few for chunks of {plan.ppl_ctx} tokens")
+
+
+def _args(model: Path, quant: KVQuant, plan: QualityPlan) -> List[str]:
+    args = ["-m", str(model), "-c", str(plan.ppl_ctx), "-fa", "on", *kvq_args(quant)]
+    if plan.n_threads is not None:
+        args += ["-t", str(plan.n_threads)]
+    return args
+
+
+@contextmanager
+def base_file(
+    model: Path, info: GGUFInfo, text: Text, plan: QualityPlan, folder: Optional[Path] = None
+) -> Iterator[Path]:
+    """Write the f16 base into a temporary file, which is removed in the end.
+
+    Args:
+        model, info: the model and its metadata.
+        text, plan: what to evaluate.
+        folder: where the temporary file goes; None means the system's.
+
+    Raises:
+        CacheFolderError: the disk is too small for it.
+        ToolError, ResultError: llama-perplexity failed.
+    """
+    check(plan, text)
+    with tempfile.TemporaryDirectory(prefix="kvsplit-base-", dir=folder) as tmp:
+        need = base_bytes(plan, n_vocab(info))
+        free = shutil.disk_usage(tmp).free
+        if free < need + (64 << 20):
+            raise CacheFolderError(
+                f"the f16 base needs {need >> 20} MiB in {tmp}, {free >> 20} MiB are free; "
+                "use fewer --chunks, a smaller --ppl-ctx, or set TMPDIR to another disk"
+            )
+        path = Path(tmp) / "f16.kld"
+        args = _args(model, F16, plan) + ["-f", str(text.path), "--chunks", str(plan.chunks)]
+        res = tools.run("llama-perplexity", [*args, "--kl-divergence-base", str(path)])
+        if not path.is_file() or path.stat().st_size < need // 2:
+            raise ResultError(
+                f"llama-perplexity wrote no f16 base\n{_reason(res.stderr + res.stdout)}\n"
+                f"the text {text.name} may be too short for --ppl-ctx {plan.ppl_ctx}"
+            )
+        yield path
+
+
+def measure(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> Quality:
+    """Hold one configuration against the base.
+
+    Raises:
+        ToolError: llama-perplexity failed.
+        ResultError: it printed no statistics.
+    """
+    args = [*_args(model, quant, plan), "--kl-divergence", "--kl-divergence-base", str(base)]
+    res = tools.run("llama-perplexity", args)
+    return parse(res.stdout if "====== Perplexity statistics" in res.stdout else res.stdout + res.stderr)
+
+
+def run(
+    model: Path,
+    info: GGUFInfo,
+    quants: Sequence[KVQuant],
+    text: Text,
+    plan: QualityPlan,
+    *,
+    step: Callable[[str], None] = lambda what: None,
+) -> List[Quality]:
+    """All configurations against one base, in their order."""
+    step("quality, f16 base")
+    out: List[Quality] = []
+    with base_file(model, info, text, plan) as base:
+        for quant in quants:
+            step(f"quality {quant.label}")
+            out.append(measure(model, quant, base, plan))
+    return out
