@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+#
+# The developer's one entry; GNU make 3.81 is enough.
+
+PYTHON     ?= python3
+JOBS       ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+BUILD_TYPE ?= Release
+CMAKE_ARGS ?=
+
+VENV = .venv
+# The environment's programs first: it has cmake and ninja where the system has none.
+RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
+# `env` looks programs up itself: make 3.81 would look along its own PATH.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-python test-model test-slow demo lint format clean
+
+help: ## say what can be made
+	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+venv: ## make or update .venv: requirements, build tools, llama-cpp-python without a compile
+	@$(PYTHON) scripts/setup_venv.py --venv $(VENV) --dev
+
+source: ## fetch the pinned source and apply the patches
+	@$(PYTHON) scripts/patchq apply
+
+build: venv ## build the libraries, tools and C++ tests in build/
+	@$(RUN) sh -c 'g=; [ -f build/CMakeCache.txt ] || ! command -v ninja >/dev/null || g="-G Ninja"; \
+	    cmake -S . -B build $$g -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) -DKVSPLIT_BUILD_TESTS=ON \
+	        -DPython3_EXECUTABLE="$$PWD/$(VENV)/bin/python" $(CMAKE_ARGS)'
+	@$(RUN) cmake --build build --parallel $(JOBS)
+
+build-upstream: venv ## build the pinned release without patches in build-upstream/, to compare with
+	@$(RUN) sh -c 'g=; [ -f build-upstream/CMakeCache.txt ] || ! command -v ninja >/dev/null || g="-G Ninja"; \
+	    cmake -S . -B build-upstream $$g -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) -DKVSPLIT_UPSTREAM=ON \
+	        -DPython3_EXECUTABLE="$$PWD/$(VENV)/bin/python" $(CMAKE_ARGS)'
+	@$(RUN) cmake --build build-upstream --parallel $(JOBS) --target llama-completion
+
+package: build ## install the Python package into .venv, from the same build
+	@$(RUN) python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+
+test: package ## run every test this machine can run, and count the skips
+	@$(RUN) python scripts/run_tests.py patches cpp python model
+
+test-patches: venv ## lock, fetch step and patch series
+	@$(RUN) python scripts/run_tests.py patches
+
+test-cpp: package ## C++ tests, ours and upstream's
+	@$(RUN) python scripts/run_tests.py cpp
+
+test-python: package ## the Python package
+	@$(RUN) python scripts/run_tests.py python
+
+test-model: package ## tools and package on a real model
+	@$(RUN) python scripts/run_tests.py model
+
+test-slow: package build-upstream ## what takes minutes: output against an unpatched build
+	@$(RUN) python scripts/run_tests.py slow
+
+demo: package ## text under K8V4, then a table and a chart
+	@$(RUN) kvsplit models pull smollm2
+	@$(RUN) kvsplit run --model smollm2 --kvq 8 -p "The key-value cache of a language model" -n 64
+	@$(RUN) kvsplit compare --model smollm2 --quick
+
+lint: venv ## ruff, mypy, shell syntax
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+	@bash -n scripts/*.sh .ci/run
+
+format: venv ## ruff's own fixes and layout
+	@$(RUN) ruff check --fix .
+	@$(RUN) ruff format .
+
+clean: ## remove what the build made: build/ and build-upstream/
+	@for d in build build-upstream; do \
+	    if [ ! -e $$d ]; then :; \
+	    elif [ -f $$d/CMakeCache.txt ]; then rm -r -- $$d; \
+	    else echo "$$d is not a build folder: left alone"; fi; done
