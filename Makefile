@@ -38,10 +38,10 @@ build-upstream: venv ## build the pinned release without patches in build-upstre
 	@$(RUN) cmake --build build-upstream --parallel $(JOBS) --target llama-completion
 
 package: build ## install the Python package into .venv, from the same build
-	@$(RUN) python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	@$(RUN) SKBUILD_CMAKE_BUILD_TYPE=$(BUILD_TYPE) python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 
 test: package ## run every test this machine can run, and count the skips
-	@$(RUN) python scripts/run_tests.py patches cpp python model
+	@$(RUN) python scripts/run_tests.py patches cpp python model bindings
 
 test-patches: venv ## lock, fetch step and patch series
 	@$(RUN) python scripts/run_tests.py patches
@@ -53,7 +53,7 @@ test-python: package ## the Python package
 	@$(RUN) python scripts/run_tests.py python
 
 test-model: package ## tools and package on a real model
-	@$(RUN) python scripts/run_tests.py model
+	@$(RUN) python scripts/run_tests.py model bindings
 
 test-slow: package build-upstream ## what takes minutes: output against an unpatched build
 	@$(RUN) python scripts/run_tests.py slow

@@ -4,7 +4,8 @@
 
 Usage: run_tests.py TIER...
 
-Tiers: patches (lock and patch series), cpp (ctest), python, model (a real model), slow (what takes minutes).
+Tiers: patches (lock and patch series), cpp (ctest), python, model (a real model), bindings (llama-cpp-python's own
+tests on our libraries), slow (what takes minutes).
 
 Each tier leaves a JUnit file in build/test-results. Every skip is listed with its reason, and the last line is
   kvsplit: N passed, N failed, N skipped
@@ -32,7 +33,7 @@ from typing import Dict, List, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RESULTS = BUILD / "test-results"
-TIERS = ("patches", "cpp", "python", "model", "slow")
+TIERS = ("patches", "cpp", "python", "model", "bindings", "slow")
 
 
 class Case(NamedTuple):
@@ -84,11 +85,12 @@ def real_model() -> Optional[str]:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def pytest(tier: str, args: List[str], env: Dict[str, str]) -> List[Case]:
+def pytest(tier: str, args: List[str], env: Dict[str, str], cwd: Path = ROOT) -> List[Case]:
     out = RESULTS / f"{tier}.xml"
-    command = [sys.executable, "-m", "pytest", f"--junitxml={out}", "-o", "junit_family=xunit1"]
+    # The program and not `python -m`: that would put the folder it runs in on the import path.
+    command = [str(Path(sys.executable).parent / "pytest"), f"--junitxml={out}", "-o", "junit_family=xunit1"]
     command += args + shlex.split(os.environ.get("PYTEST_ARGS", ""))
-    code = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL).returncode
     cases = parse(tier, out)
     if code not in (0, 1, 5) or (code == 5 and not cases):
         cases.append(Case(tier, "pytest", "failed", f"exit code {code}: nothing ran, or it broke off"))
@@ -105,6 +107,14 @@ def ctest(env: Dict[str, str]) -> List[Case]:
     return parse("cpp", out)
 
 
+def bindings(env: Dict[str, str]) -> List[Case]:
+    """llama-cpp-python's own tests, from its source archive, with our libraries."""
+    env = dict(env, LLAMA_CPP_LIB_PATH=str(BUILD / "bin"))
+    env["PYTHONPATH"] = str(ROOT / "tests" / "upstream")
+    args = ["tests", "-p", "hub_models", "-p", "no:cacheprovider", "--import-mode=importlib", "-ra"]
+    return pytest("bindings", args, env, ROOT / "vendor" / "src")
+
+
 def run(tier: str, env: Dict[str, str]) -> List[Case]:
     """Run one tier and return its cases."""
     if tier == "patches":
@@ -114,7 +124,9 @@ def run(tier: str, env: Dict[str, str]) -> List[Case]:
     if tier == "python":
         return pytest(tier, ["tests/python", "-m", "not slow"], env)
     if tier == "model":
-        return pytest(tier, ["tests/model", "-m", "not slow"], env)
+        return pytest(tier, ["tests/model", "tests/upstream", "-m", "not slow"], env)
+    if tier == "bindings":
+        return bindings(env)
     return pytest(tier, ["tests", "-m", "slow"], env)
 
 
@@ -130,7 +142,7 @@ def main() -> int:
     env.setdefault("PYTHONDONTWRITEBYTECODE", "1")
     env.setdefault("MPLBACKEND", "Agg")
     os.environ.update(env)
-    if any(t in tiers for t in ("cpp", "model", "slow")):
+    if any(t in tiers for t in ("cpp", "model", "bindings", "slow")):
         model = real_model()
         if model:
             env["KVSPLIT_TEST_MODEL"] = model
