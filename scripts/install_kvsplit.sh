@@ -210,6 +210,9 @@ cmake_ok() {
     command -v cmake >/dev/null 2>&1 || return 1
     cmake --version 2>/dev/null | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || (v[1] == 3 && v[2] >= 21)) }'
 }
+if [ "$mode" = none ] && ! command -v ninja >/dev/null 2>&1 && ! command -v make >/dev/null 2>&1; then
+    lack "ninja or make" "pip install ninja   (--python venv does it by itself)"
+fi
 if [ "$mode" = none ] && ! cmake_ok; then
     lack "cmake 3.21 or newer" "pip install cmake   (--python venv does it by itself)"
 fi

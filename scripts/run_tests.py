@@ -164,7 +164,11 @@ def main() -> int:
     print("\n== summary")
     print("\n".join(lines))
     for outcome in ("skipped", "failed"):
-        reasons = Counter((c.tier, c.reason if outcome == "skipped" else f"{c.name}: {c.reason}") for c in cases if c.outcome == outcome)
+        reasons = Counter(
+            (c.tier, c.reason if outcome == "skipped" else f"{c.name}: {c.reason}")
+            for c in cases
+            if c.outcome == outcome
+        )
         for (tier, reason), count in sorted(reasons.items()):
             print(f"  {outcome} {tier}: {reason or 'no reason given'}" + (f" ({count} tests)" if count > 1 else ""))
     n = Counter(c.outcome for c in cases)

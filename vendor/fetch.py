@@ -191,9 +191,7 @@ def download(lock: Lock, folder: Path) -> Path:
     command += ["--dest", str(out), "-r", str(requirements)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("CMAKE_")}
     if subprocess.run(command, stdout=sys.stderr.fileno(), env=env).returncode != 0:
-        raise SourceError(
-            f"offline and not cached: {lock.name} {lock.version} (pip's message stands above)\n{way_out}"
-        )
+        raise SourceError(f"offline and not cached: {lock.name} {lock.version} (pip's message stands above)\n{way_out}")
     files = sorted(out.iterdir())
     if [f.name for f in files] != [lock.file]:
         raise SourceError(f"pip brought {[f.name for f in files]}, the lock says {lock.file}")

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import Project  # noqa: E402
+from project import Project
 
 
 @pytest.fixture

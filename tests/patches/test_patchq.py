@@ -49,9 +49,7 @@ def test_changed_series_rewrites_only_what_changes(patched: Project) -> None:
     done = patched.patchq("apply")
     assert done.returncode == 0, done.stderr
     after = times(patched)
-    changed = {
-        Path(p).name for p in set(before) | set(after) if before.get(p) != after.get(p) and ".kvsplit" not in p
-    }
+    changed = {Path(p).name for p in set(before) | set(after) if before.get(p) != after.get(p) and ".kvsplit" not in p}
     assert changed == {"a.cpp", "new.cpp"}, "b.cpp keeps its time"
     assert "more();" not in (patched.tree / "src" / "a.cpp").read_text()
     assert not (patched.tree / "src" / "new.cpp").exists()
@@ -423,7 +421,9 @@ def test_bump_stops_at_a_conflict_and_goes_on(patched: Project) -> None:
 
 def test_bump_with_a_wrong_hash(patched: Project) -> None:
     new_release(patched, "x\n")
-    done = patched.patchq("bump", "--version", "1.1", "--sha256", "0" * 64, "--sdist", patched.root / "made_up-1.1.tar.gz")
+    done = patched.patchq(
+        "bump", "--version", "1.1", "--sha256", "0" * 64, "--sdist", patched.root / "made_up-1.1.tar.gz"
+    )
     assert done.returncode == 2
     assert not (patched.root / "vendor" / "bump").exists()
 

@@ -32,7 +32,10 @@ def test_installed_bindings_have_no_library_of_their_own() -> None:
 def test_no_compiler_runs(tmp_path: Path) -> None:
     """Build its wheel with a compiler that keeps a list of the files it compiles."""
     archive = subprocess.run(
-        [sys.executable, str(REPO / "vendor" / "fetch.py"), "--sdist-only"], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, str(REPO / "vendor" / "fetch.py"), "--sdist-only"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     ).stdout.strip()
     log = tmp_path / "compiled"
     log.write_text("")
@@ -54,7 +57,11 @@ def test_no_compiler_runs(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     done = subprocess.run(
-        command + ["--wheel-dir", str(tmp_path), archive], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command + ["--wheel-dir", str(tmp_path), archive],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     # CMake tries the compilers on files of its own; nothing of the package may be among them.
