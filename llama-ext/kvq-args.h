@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT
+//
+// Command line of the tools: --kvq, --kvq-key, --kvq-val, and who asked for which cache type.
+
+#pragma once
+
+#include "kvq.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+struct common_arg;
+struct common_params;
+
+// The four cache types of a command line.
+enum kvq_side { KVQ_KEY, KVQ_VAL, KVQ_KEY_DRAFT, KVQ_VAL_DRAFT, KVQ_N_SIDES };
+
+// Where each cache type comes from. The nearer source wins, of config files, environment and command line
+// (in the order they are read). Within a source --kvq-key and --kvq-val win over --kvq, and a flag of ours
+// beside one of upstream's for the same side is an error.
+struct kvq_args {
+    void next_source() { source++; }
+
+    // whether this choice stands; throws std::invalid_argument if it contradicts one of the same source
+    bool take(kvq_side side, const char * flag, int strength);
+
+private:
+    struct choice {
+        int          source   = -1;
+        int          strength = 0; // 0: upstream's flag, 1: --kvq, 2: --kvq-key or --kvq-val
+        const char * flag     = "";
+    };
+
+    int    source = 0;
+    choice choices[KVQ_N_SIDES];
+};
+
+// Sets a cache type that upstream's own flag asked for. It is remembered as asked for even if it is the default.
+void kvq_arg_type(common_params & params, kvq_side side, const char * flag, ggml_type type);
+
+// The options to add to every tool that takes cache types.
+std::vector<common_arg> kvq_arg_list();
+
+// Whether the flag that is parsed is a --flash-attn with no value behind it: that means "on".
+bool kvq_bare_flash_attn(const std::string & arg, const char * next);
+
+// Prints what the context's cache is to stderr; who: "" or "draft ".
+void kvq_print(const llama_context * ctx, const char * who);
+
+// llama-bench's own command line, which sweeps several types: SPECs apart by ';' or by repeating the flag.
+// Rows are the pairs of --kvq, with the keys or values of each replaced by those of --kvq-key and
+// --kvq-val, or else every K type with every V type.
+struct kvq_bench {
+    // takes one of our flags and its value; throws std::invalid_argument
+    bool parse(const std::string & arg, int argc, char ** argv, int & i);
+
+    // Fills pairs, and type_k, type_v with the types in them. Takes the environment if no flag was given.
+    // Exits with 1 on a contradiction or a malformed environment variable.
+    void finish(std::vector<ggml_type> & type_k, std::vector<ggml_type> & type_v);
+
+    std::vector<std::pair<ggml_type, ggml_type>> pairs;
+
+private:
+    void add(const std::string & flag, const std::string & value);
+
+    std::vector<std::pair<ggml_type, ggml_type>> presets;
+    std::vector<ggml_type> keys;
+    std::vector<ggml_type> vals;
+};
+
+// The same type, but known as asked for.
+ggml_type kvq_explicit(ggml_type type);

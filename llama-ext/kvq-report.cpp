@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: MIT
+
+#include "kvq-report.h"
+
+#include "kvq-policy.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <tuple>
+
+
+
+namespace {
+
+// the tensor whose memory t looks into
+const ggml_tensor * root(const ggml_tensor * t) {
+    while (t && t->view_src) {
+        t = t->view_src;
+    }
+    return t;
+}
+
+// layer number at the end of "cache_k_l12", with any tag after "cache_"; -1 if the name is none of side's
+int layer_of(const char * name, char side) {
+    if (strncmp(name, "cache_", 6) != 0) {
+        return -1;
+    }
+    const char mark[] = { side, '_', 'l', '\0' };
+    const char * at = strstr(name + 6, mark);
+    int il = -1;
+    return at && sscanf(at + 3, "%d", &il) == 1 ? il : -1;
+}
+
+// size of the rotation that rows went through on their way to SET_ROWS; 0: none
+int32_t rotation(const ggml_tensor * rows) {
+    for (const ggml_tensor * t = rows; t; t = t->src[0]) {
+        switch (t->op) {
+            case GGML_OP_VIEW:
+            case GGML_OP_RESHAPE:
+            case GGML_OP_PERMUTE:
+            case GGML_OP_TRANSPOSE:
+            case GGML_OP_CONT:
+            case GGML_OP_PAD:
+                continue;
+            case GGML_OP_MUL_MAT:
+                return strstr(t->src[0]->name, "_rot") ? int32_t(t->src[0]->ne[0]) : 0;
+            default:
+                return 0;
+        }
+    }
+    return 0;
+}
+
+const char * backend_name(ggml_backend_sched_t sched, ggml_tensor * node) {
+    ggml_backend_t     backend = ggml_backend_sched_get_tensor_backend(sched, node);
+    ggml_backend_dev_t dev     = backend ? ggml_backend_get_device(backend) : nullptr;
+    return dev ? ggml_backend_dev_name(dev) : "none";
+}
+
+void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sched_t sched, bool prefill) {
+    const auto & model   = ctx.get_model();
+    const auto & hparams = model.hparams;
+    const auto & cparams = ctx.get_cparams();
+    const auto & res     = *ctx.get_gf_res_reserve();
+
+    ggml_cgraph * gf = res.get_gf();
+    auto & layers = report.layers;
+    auto & k      = report.k;
+
+    for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
+        ggml_tensor * node = ggml_graph_node(gf, i);
+        if (node->op != GGML_OP_SET_ROWS) {
+            continue;
+        }
+        const ggml_tensor * cache = root(node);
+
+        const int il_k = layer_of(cache->name, 'k');
+        if (il_k >= 0 && std::find(k.begin(), k.end(), cache) == k.end()) {
+            // a cache of an indexer has one head of its own size
+            const bool main = int64_t(hparams.n_embd_k_gqa(il_k)) == cache->ne[0];
+
+            kvq_layer layer = {};
+            layer.il             = il_k;
+            layer.index          = kvq_layer_index(model, il_k);
+            layer.swa            = hparams.is_swa(il_k);
+            layer.n_cells        = int32_t(cache->ne[1]*cache->ne[2]);
+            layer.n_head_kv      = main ? hparams.n_head_kv(il_k) : 1;
+            layer.head_k         = main ? hparams.n_embd_head_k(il_k) : int32_t(cache->ne[0]);
+            layer.type_k         = cache->type;
+            layer.type_v         = GGML_TYPE_COUNT;
+            layer.rot_k          = rotation(node->src[0]);
+            layer.bytes_k        = ggml_nbytes(cache);
+            layer.backend_prefill = "none";
+            layer.backend_decode  = "none";
+            layer.backend_expect  = cparams.offload_kqv ? ggml_backend_dev_name(model.dev_layer(il_k)) : "CPU";
+
+            const auto at = std::upper_bound(layers.begin(), layers.end(), layer,
+                [](const kvq_layer & a, const kvq_layer & b) { return a.il < b.il; });
+            k.insert(k.begin() + (at - layers.begin()), cache);
+            layers.insert(at, layer);
+        }
+
+        const int il_v = layer_of(cache->name, 'v');
+        for (auto & layer : layers) {
+            if (layer.il == il_v && il_v >= 0) {
+                layer.head_v  = hparams.n_embd_head_v(il_v);
+                layer.type_v  = cache->type;
+                layer.rot_v   = rotation(node->src[0]);
+                layer.bytes_v = ggml_nbytes(cache);
+                break;
+            }
+        }
+    }
+
+    // where a layer's attention runs: the fused node, else the product of keys and queries. The scheduler
+    // may have put a copy in the place of the cache, so that product is known by the name of its source.
+    std::map<int, std::pair<bool, const char *>> where;
+    for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
+        ggml_tensor * node = ggml_graph_node(gf, i);
+        const char * at = node->op == GGML_OP_MUL_MAT ? strstr(node->src[0]->name, "cache_") : nullptr;
+        const int    il = at ? layer_of(at, 'k') : -1;
+        if (il >= 0) {
+            where[il] = { false, backend_name(sched, node) };
+        }
+    }
+    for (const auto & node : res.get_fused_nodes()) {
+        if (node.op == LLM_FUSED_OP_FLASH_ATTN) {
+            where[node.il] = { true, backend_name(sched, node.tensor) };
+        }
+    }
+    for (auto & layer : layers) {
+        const auto it = where.find(layer.il);
+        if (it != where.end()) {
+            layer.fused = it->second.first;
+            (prefill ? layer.backend_prefill : layer.backend_decode) = it->second.second;
+        }
+    }
+}
+
+} // namespace
+
+void kvq_report::read(llama_context & ctx, ggml_backend_sched_t sched, const llama_memory_context_i * mctx,
+        uint32_t n_tokens, uint32_t n_seqs) {
+    layers.clear();
+    k.clear();
+    for (const bool prefill : { true, false }) {
+        if (mctx && ctx.graph_reserve(prefill ? n_tokens : n_seqs, n_seqs, n_seqs, mctx, true)) {
+            read_graph(*this, ctx, sched, prefill);
+        }
+    }
+}
+
+//
+// C API
+//
+
+int32_t kvq_n_layer(const llama_context * ctx) {
+    return int32_t(ctx->kvq.layers.size());
+}
+
+bool kvq_get_layer(const llama_context * ctx, int32_t i, kvq_layer * layer) {
+    if (i < 0 || i >= kvq_n_layer(ctx)) {
+        kvq_set_error(format("layer %d is out of range: the cache has %d", i, kvq_n_layer(ctx)));
+        return false;
+    }
+    *layer = ctx->kvq.layers[i];
+    return true;
+}
+
+// "0-3,7"
+static std::string ranges(const std::vector<int32_t> & sorted) {
+    std::string res;
+    for (size_t i = 0; i < sorted.size();) {
+        size_t j = i;
+        while (j + 1 < sorted.size() && sorted[j + 1] == sorted[j] + 1) {
+            j++;
+        }
+        res += (res.empty() ? "" : ",") + std::to_string(sorted[i]) + (j > i ? "-" + std::to_string(sorted[j]) : "");
+        i = j + 1;
+    }
+    return res;
+}
+
+static double bits(ggml_type type) {
+    return 8.0*ggml_type_size(type)/ggml_blck_size(type);
+}
+
+static std::string rotated(const char * name, int32_t n) {
+    return n ? format("%s by %d", name, n) : format("%s none", name);
+}
+
+static std::string describe(const llama_context * ctx) {
+    const auto & layers = ctx->kvq.layers;
+    if (layers.empty()) {
+        return "kvq: this model stores no keys and values (recurrent state or none): there is nothing to quantize\n";
+    }
+
+    // one line per distinct kind, in the order of its first layer
+    struct kind {
+        kvq_layer            first;
+        std::vector<int32_t> index;
+        uint64_t             bytes;
+    };
+    const auto same = [](const kvq_layer & a, const kvq_layer & b) {
+        const auto key = [](const kvq_layer & l) {
+            return std::make_tuple(l.type_k, l.type_v, l.rot_k, l.rot_v, l.head_k, l.head_v, l.fused, std::string(l.backend_prefill),
+                std::string(l.backend_decode), std::string(l.backend_expect));
+        };
+        return key(a) == key(b);
+    };
+    std::vector<kind> kinds;
+    uint64_t bytes     = 0;
+    double   bytes_f16 = 0;
+    for (const auto & layer : layers) {
+        auto it = std::find_if(kinds.begin(), kinds.end(), [&](const kind & k) { return same(k.first, layer); });
+        if (it == kinds.end()) {
+            it = kinds.insert(kinds.end(), { layer, {}, 0 });
+        }
+        it->index.push_back(layer.index);
+        it->bytes += layer.bytes_k + layer.bytes_v;
+        bytes     += layer.bytes_k + layer.bytes_v;
+        bytes_f16 += 16.0*layer.bytes_k/bits(layer.type_k) + (layer.bytes_v ? 16.0*layer.bytes_v/bits(layer.type_v) : 0.0);
+    }
+
+    const double mib = 1024.0*1024.0;
+    std::string lines;
+    std::string warnings;
+    for (const auto & k : kinds) {
+        const kvq_layer & l = k.first;
+
+        lines += format("kvq: K %s (%.4g bits)", ggml_type_name(l.type_k), bits(l.type_k));
+        lines += l.type_v == GGML_TYPE_COUNT ? std::string(", V within K's rows") : format(", V %s (%.4g bits)", ggml_type_name(l.type_v), bits(l.type_v));
+        lines += format("; layer%s %s; %.2f MiB", k.index.size() > 1 ? "s" : "", ranges(k.index).c_str(), k.bytes/mib);
+        lines += l.rot_k || l.rot_v ? "; rotation " + rotated("K", l.rot_k) + ", " + rotated("V", l.rot_v) : std::string("; rotation none");
+
+        const bool one = strcmp(l.backend_prefill, l.backend_decode) == 0;
+        lines += format("; %s on %s", l.fused ? "flash attention" : "attention", l.backend_prefill);
+        lines += one ? std::string("\n") : format(" for prompts, on %s for decoding\n", l.backend_decode);
+
+        for (const char * backend : { l.backend_prefill, one ? l.backend_prefill : l.backend_decode }) {
+            if (strcmp(backend, l.backend_expect) != 0 && strcmp(backend, "none") != 0) {
+                const std::string v = l.type_v == GGML_TYPE_COUNT ? "" : format(" / V %s", ggml_type_name(l.type_v));
+                const std::string w = format("kvq: warning: %s has no attention for K %s%s with head size %d: it runs on %s instead, which is slow\n",
+                    l.backend_expect, ggml_type_name(l.type_k), v.c_str(), l.head_k, backend);
+                if (warnings.find(w) == std::string::npos) {
+                    warnings += w;
+                }
+            }
+        }
+    }
+    if (kinds.size() > 1 || bytes < bytes_f16) {
+        lines += format("kvq: KV cache %.2f MiB, %.1f %% of f16 (%.2f MiB)\n", bytes/mib, 100.0*bytes/bytes_f16, bytes_f16/mib);
+    }
+    const auto & hparams = ctx->get_model().hparams;
+    int n_recr = 0;
+    for (uint32_t il = 0; il < hparams.n_layer(); il++) {
+        n_recr += hparams.is_recr(il);
+    }
+    if (n_recr > 0) {
+        lines += format("kvq: %d recurrent layers keep a state of fixed size in f32: it has no keys and values to quantize\n", n_recr);
+    }
+    return lines + warnings;
+}
+
+int32_t kvq_describe(const llama_context * ctx, char * buf, size_t size) {
+    return snprintf(buf, size, "%s", describe(ctx).c_str());
+}
+
+ggml_type kvq_effective(const llama_context * ctx, bool values) {
+    const auto & layers = ctx->kvq.layers;
+
+    std::map<ggml_type, int> count;
+    std::vector<ggml_type>   types;
+    int32_t il = -1;
+    for (const auto & layer : layers) {
+        if (layer.il == il) {
+            continue; // the cache of the layer's indexer
+        }
+        il = layer.il;
+        types.push_back(values && layer.type_v != GGML_TYPE_COUNT ? layer.type_v : layer.type_k);
+        count[types.back()]++;
+    }
+    if (types.empty()) {
+        return GGML_TYPE_COUNT;
+    }
+    const auto most = std::max_element(count.begin(), count.end(),
+        [](const auto & a, const auto & b) { return a.second < b.second; })->first;
+
+    std::string res = ggml_type_name(most);
+    for (size_t i = 0; i < types.size();) {
+        size_t j = i + 1;
+        while (j < types.size() && types[j] == types[i]) {
+            j++;
+        }
+        if (types[i] != most) {
+            res += format(j - i > 1 ? ",%zu:%zu=" : ",%zu=", i, j) + std::string(ggml_type_name(types[i]));
+        }
+        i = j;
+    }
+    return kvq_parse_spec(res);
+}

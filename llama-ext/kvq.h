@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT
+//
+// kvq: which layer's keys and values are stored as what.
+//
+// A policy is one SPEC for the keys or for the values of a KV cache:
+//
+//     SPEC   = TYPE { "," SLICE "=" TYPE }         8    kvq-name    4,:2=8,-2:=16    6,10:20=4
+//     TYPE   = bits (32 16 8 5 4) | the name of a ggml cache type
+//     SLICE  = INDEX | [INDEX] ":" [INDEX] [ ":" STEP ]     as Python writes it; STEP >= 1
+//     PRESET = "k" bits "v" bits | "8" (= k8v4) | "4" (= k4v4) | "16" (= k16v16)
+//
+// A slice selects among the layers of the model that store keys and values, counted from 0
+// (recurrent layers and layers that reuse another layer's cache are not counted). Later exceptions
+// win. Letter case and blanks around a token don't matter.
+//
+// A parsed SPEC is interned and named by a handle: a value of enum ggml_type at or above
+// GGML_TYPE_KVQ_POLICY that can stand wherever a cache type is asked for
+// (llama_context_params.type_k and .type_v). So a policy travels from a flag to the tensors on the way
+// that upstream's cache types go, and no struct changes.
+//
+// What counts for one side of a context, the nearest first:
+//     1. a handle in type_k / type_v
+//     2. any plain type other than the default (f16) in type_k / type_v
+//     3. the model's metadata kvq.key / kvq.val: from the GGUF, --override-kv or kvq_model_set_policy()
+//     4. f16
+//
+// Every function that can fail says why through kvq_last_error(). Thread-safe, except that a model's
+// policy must not be set while another thread makes a context of the same model.
+
+#pragma once
+
+#include "llama.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Handle of a SPEC, the same one for the same policy. GGML_TYPE_COUNT if the SPEC is malformed.
+LLAMA_API enum ggml_type kvq_type_from_spec(const char * spec);
+
+// Handles of both sides of a PRESET. false, and neither is written, if there is no such preset.
+LLAMA_API bool kvq_types_from_preset(const char * preset, enum ggml_type * type_k, enum ggml_type * type_v);
+
+// Canonical text of a handle ("q4_0,:2=q8_0"), or ggml's name of a plain type. "none" for anything else.
+// The pointer stays valid as long as the process.
+LLAMA_API const char * kvq_type_name(enum ggml_type type);
+
+// The i-th type that a cache may have, in the order of the table; GGML_TYPE_COUNT past its end.
+LLAMA_API enum ggml_type kvq_cache_type(int32_t i);
+
+// Types of all n_layer layers under a handle or a plain cache type, written to types[n_layer].
+// false if the type is no cache type or a slice lies outside the layers.
+LLAMA_API bool kvq_resolve(enum ggml_type type, int32_t n_layer, enum ggml_type * types);
+
+// Set the policy that the next contexts of a model are made with, in place of its metadata kvq.key and
+// kvq.val. NULL leaves a side as it is, "" takes its policy away.
+// false, and nothing is changed, if a SPEC is malformed or lies outside the model's layers.
+LLAMA_API bool kvq_model_set_policy(struct llama_model * model, const char * key, const char * val);
+
+// Layers of the model that store keys and values: what a SLICE counts.
+LLAMA_API int32_t kvq_model_n_layer(const struct llama_model * model);
+
+// One layer of a context's KV cache, read back from its tensors and from the graphs reserved for it.
+struct kvq_layer {
+    int32_t il;                   // layer of the model
+    int32_t index;                // the same, as a SLICE counts
+    int32_t swa;                  // 1: sliding-window layer, kept in a cache of its own
+    int32_t n_cells;              // tokens that fit, over all streams
+    int32_t n_head_kv;
+    int32_t head_k;               // values per head
+    int32_t head_v;
+    enum ggml_type type_k;
+    enum ggml_type type_v;        // GGML_TYPE_COUNT: no V tensor (MLA)
+    int32_t rot_k;                // size of the Hadamard matrix the rows are rotated by; 0: stored as they are
+    int32_t rot_v;
+    int32_t fused;                // 1: attention is one flash attention node
+    uint64_t bytes_k;             // size of the whole tensor
+    uint64_t bytes_v;
+    const char * backend_prefill; // name of the backend that the scheduler chose for attention
+    const char * backend_decode;
+    const char * backend_expect;  // name of the device that holds the layer
+};
+
+// Number of layers in a context's KV cache; 0 for a model without one.
+LLAMA_API int32_t kvq_n_layer(const struct llama_context * ctx);
+
+// The i-th of them, in the order of the model. false if i is out of range.
+LLAMA_API bool kvq_get_layer(const struct llama_context * ctx, int32_t i, struct kvq_layer * layer);
+
+// Handle of the types that one side is stored as; kvq_type_name() gives "q8_0" or "q4_0,0:2=q8_0". Where
+// V lies within K's rows, V is as K. GGML_TYPE_COUNT if there is no cache.
+LLAMA_API enum ggml_type kvq_effective(const struct llama_context * ctx, bool values);
+
+// What the tools print at start: a line for each distinct pair, then warnings, '\n' after each.
+// Returns the length without the terminating zero, and writes at most size bytes, as snprintf does.
+LLAMA_API int32_t kvq_describe(const struct llama_context * ctx, char * buf, size_t size);
+
+// Why the last kvq_ call, or the last llama_init_from_model(), failed on this thread; "" if it did not.
+LLAMA_API const char * kvq_last_error(void);
+
+// "LOCK-VERSION SOURCE-SHA256 PATCHES-SHA256": what this library was built from.
+LLAMA_API const char * kvq_build(void);
+
+#ifdef __cplusplus
+}
+#endif
