@@ -286,7 +286,10 @@ def run(
     results.write_csv(csv_path, res.summaries)
     res.files.append(csv_path)
     name = str(info.fields.get("general.name") or model.stem)
-    note = f"{model.name}; {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error"
+    note = (
+        f"{model.name}, attention on {memory_rows[0].backend_decode or 'an unknown backend'}\n"
+        f"text: {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error"
+    )
     charts = [out / f"{run_id}-memory-quality.{ext}" for ext in ("png", "svg")]
     res.files += plots.memory_quality(res.summaries, charts, model=name, note=note)
     return res

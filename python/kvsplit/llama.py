@@ -6,6 +6,7 @@ Importing this module loads the native library.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -249,6 +250,7 @@ class Llama(llama_cpp.Llama):
         flash_attn: Optional[bool] = None,
         **kwargs: Any,
     ) -> None:
+        self._stack = contextlib.ExitStack()  # what close() needs, also when this is refused
         preset = KVQuant.parse(kvq) if kvq is not None else None
         self._kvq_key = _side(preset, "key", kvq_key, type_k)
         self._kvq_val = _side(preset, "val", kvq_val, type_v)
@@ -294,9 +296,7 @@ class Llama(llama_cpp.Llama):
             super().__init__(str(path), flash_attn=flash_attn, **kwargs)
         except ValueError as e:
             why = lib.last_error()
-            stack = getattr(self, "_stack", None)
-            if stack is not None:
-                stack.close()
+            self.close()
             text = str(e)
             if "llama_context" in text:
                 raise _context_error(quant, n_ctx, kv_bytes, why) from e
@@ -359,6 +359,7 @@ def _context_error(quant: KVQuant, n_ctx: int, kv_bytes: Optional[int], why: str
     head = f"no context could be made (n_ctx {n_ctx or 'from the model'}, {quant.text}{size})"
     low = why.lower()
     if "memory" in low or "alloc" in low:
-        narrower = "" if quant.label == "K4V4" else "; a smaller width such as kvq='k4v4' or a smaller n_ctx needs less"
-        return ContextMemoryError(f"{head}: {why or 'out of memory'}{narrower}", kv_bytes=kv_bytes)
+        if "narrower" not in low:
+            why = f"{why}; a smaller n_ctx or a smaller width such as kvq='k4v4' needs less"
+        return ContextMemoryError(f"{head}: {why}", kv_bytes=kv_bytes)
     return ContextError(f"{head}: {why or 'the native library gave no reason; verbose=True shows its log'}")

