@@ -201,7 +201,7 @@ else
     if [ "$mode" = venv ] && ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
         lack "Python's venv module" "Debian, Ubuntu: sudo apt install python3-venv"
     fi
-    if [ "$mode" != venv ] && ! "$python" -m pip --version >/dev/null 2>&1; then
+    if [ "$mode" = system ] && ! "$python" -m pip --version >/dev/null 2>&1; then
         lack "pip" "Debian, Ubuntu: sudo apt install python3-pip   else: $python -m ensurepip"
     fi
 fi

@@ -57,7 +57,10 @@ def parse(tier: str, path: Path) -> List[Case]:
         skipped, failed = node.find("skipped"), node.find("failure")
         if failed is None:
             failed = node.find("error")
-        if failed is not None or node.get("status") in ("fail", "notrun"):
+        message = "" if skipped is None else skipped.get("message") or ""
+        if "SKIP" not in message and node.get("status") == "notrun":  # ctest: not built, or a fixture failed
+            cases.append(Case(tier, name, "failed", message or "did not run"))
+        elif failed is not None or node.get("status") == "fail":
             message = "" if failed is None else failed.get("message") or ""
             cases.append(Case(tier, name, "failed", message.split("\n")[0]))
         elif skipped is not None or node.get("status") in ("disabled", "skipped"):
@@ -118,7 +121,7 @@ def bindings(env: Dict[str, str]) -> List[Case]:
 def run(tier: str, env: Dict[str, str]) -> List[Case]:
     """Run one tier and return its cases."""
     if tier == "patches":
-        return pytest(tier, ["tests/patches"], env)
+        return pytest(tier, ["tests/patches", "tests/scripts"], env)
     if tier == "cpp":
         return ctest(env)
     if tier == "python":

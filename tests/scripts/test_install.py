@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: MIT
+"""The installer's options and checks, on a copy of it: nothing is built here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict, List
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+BASICS = "bash env dirname pwd uname cat tail sed awk df ls mkdir date nproc head sh cut tr getconf".split()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What the installer needs of a clone, in a folder with a blank in its name."""
+    root = tmp_path / "my clone"
+    for folder in ("scripts", "vendor", "patches"):
+        (root / folder).mkdir(parents=True)
+    for name in ("scripts/install_kvsplit.sh", "scripts/patchq", "vendor/fetch.py"):
+        shutil.copy2(REPO / name, root / name)
+    return root
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A PATH of its own, with nothing on it but the plainest tools."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in BASICS:
+        path = shutil.which(name)
+        if path:
+            (folder / name).symlink_to(path)
+    return folder
+
+
+def script(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    if path.exists() or path.is_symlink():
+        path.unlink()
+    path.write_text("#!/bin/sh\n" + text + "\n")
+    path.chmod(0o755)
+
+
+def install(clone: Path, tools: Path, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    full: Dict[str, str] = {"PATH": str(tools), "HOME": str(clone.parent), **env}
+    return subprocess.run(
+        [str(clone / "scripts" / "install_kvsplit.sh"), *args],
+        cwd="/",
+        env=full,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_syntax() -> None:
+    for path in (REPO / "scripts" / "install_kvsplit.sh", REPO / ".ci" / "run"):
+        done = subprocess.run(["bash", "-n", str(path)], stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "args, word",
+    [
+        (["--bogus"], "--bogus"),
+        (["--python", "conda"], "conda"),
+        (["--python"], "--python"),
+        (["--jobs", "0"], "--jobs"),
+        (["--jobs=many"], "many"),
+        (["--build-type", "Fast"], "Fast"),
+        (["--demo", "--no-model"], "--no-model"),
+        (["--demo", "--python=none"], "--python none"),
+    ],
+)
+def test_usage(clone: Path, tools: Path, args: List[str], word: str) -> None:
+    done = install(clone, tools, *args)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert not (clone / "build").exists(), "nothing is made before the options are understood"
+
+
+def test_help(clone: Path, tools: Path) -> None:
+    done = install(clone, tools, "--help")
+    assert done.returncode == 0
+    for option in ("--python", "--build-type", "--jobs", "--with-cuda", "--no-model", "--demo"):
+        assert option in done.stdout
+
+
+def test_everything_missing_is_named_at_once(clone: Path, tools: Path) -> None:
+    done = install(clone, tools, "--with-cuda")
+    assert done.returncode == 3
+    for word in ("C++ compiler", "git", "nvcc", "Python"):
+        assert f"missing: {word}" in done.stdout or f"missing: a {word}" in done.stdout, done.stdout
+    assert "sudo apt install" in done.stdout, "how to get it is said"
+    assert sorted(p.name for p in clone.iterdir()) == ["build", "patches", "scripts", "vendor"]
+
+
+def test_old_python(clone: Path, tools: Path) -> None:
+    script(tools, "python3", 'case "$2" in *version_info*) exit 1 ;; *) echo 3.7.3 ;; esac')
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert "Python 3.9 or newer (python3 is 3.7.3)" in done.stdout
+
+
+def test_disk_space(clone: Path, tools: Path) -> None:
+    script(tools, "df", 'echo "Filesystem 1024-blocks Used Available"; echo "x 9 9 102400 9 /"')
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert "100 MiB are free" in done.stdout
+
+
+def mac(tools: Path) -> None:
+    script(tools, "uname", 'case "$1" in -s) echo Darwin ;; *) echo arm64 ;; esac')
+    script(tools, "sysctl", 'case "$2" in hw.optional.arm64) echo 1 ;; *) echo 8 ;; esac')
+    for name in ("git", "c++"):
+        script(tools, name, "exit 0")
+
+
+def test_mac_without_command_line_tools(clone: Path, tools: Path) -> None:
+    mac(tools)
+    script(tools, "xcode-select", "exit 2")
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert "Command Line Tools" in done.stdout and "xcode-select --install" in done.stdout
+
+
+def test_mac_with_an_intel_python(clone: Path, tools: Path) -> None:
+    mac(tools)
+    script(tools, "xcode-select", "exit 0")
+    script(tools, "python3", 'case "$2" in *machine*) echo x86_64 ;; esac')
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert "Python for arm64" in done.stdout and "Rosetta" in done.stdout
+    assert "missing: Command Line Tools" not in done.stdout
+
+
+def test_mac_notes_homebrew_clang(clone: Path, tools: Path) -> None:
+    mac(tools)
+    script(tools, "xcode-select", "exit 2")
+    folder = tools.parent / "homebrew" / "bin"
+    folder.mkdir(parents=True)
+    script(folder, "clang", "exit 0")
+    done = install(clone, tools, PATH=f"{folder}:{tools}")
+    assert "note: clang is Homebrew's" in done.stdout
+
+
+def test_failure_names_step_and_log(clone: Path, tools: Path) -> None:
+    for name in ("git", "c++", "cmake", "ninja"):
+        script(tools, name, 'echo "cmake version 3.30.0"')
+    (clone / "vendor" / "llama_cpp.lock").write_text("broken\n")
+    script(tools, "python3", f'exec "{os.path.realpath(sys.executable)}" "$@"')
+    for _ in range(2):  # and it can be run again
+        done = install(clone, tools, "--python", "none")
+        assert done.returncode == 1
+        assert "FAILED in step 2 of 4: Source" in done.stderr
+        assert str(clone / "build" / "install.log") in done.stderr
+        assert "llama_cpp.lock" in done.stderr, "the last lines of the log are shown"
+
+
+def test_foreign_build_folder_is_left_alone(clone: Path, tools: Path) -> None:
+    (clone / "build").mkdir()
+    (clone / "build" / "mine.txt").write_text("mine")
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert "move it away" in done.stderr
+    assert [p.name for p in (clone / "build").iterdir()] == ["mine.txt"]
+
+
+def test_nothing_is_deleted_by_the_script() -> None:
+    text = (REPO / "scripts" / "install_kvsplit.sh").read_text()
+    code = "\n".join(line.split("#")[0] for line in text.splitlines())
+    for word in ("rm ", "rm\t", "git reset", "git clean", "git checkout", "read -p", "sudo -"):
+        assert word not in code
