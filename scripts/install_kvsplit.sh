@@ -127,7 +127,7 @@ on_exit() {
             tail -n 15 "$log" | sed 's/^/    /'
             echo "Running this script again goes on from what is done."
         } >&2
-        [ "$code" = 2 ] || code=1
+        code=1
     fi
     exit "$code"
 }
