@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import psutil
 
 from kvsplit import models, native
 from kvsplit.cache_types import BY_ID, BY_NAME, CACHE_TYPES
@@ -275,15 +277,20 @@ class Llama(llama_cpp.Llama):
             )
         if shape is not None and not kwargs.get("vocab_only"):
             n_batch = min(n_ctx, int(kwargs.get("n_batch", 512))) or int(kwargs.get("n_batch", 512))
-            kv_bytes = kv_memory(
-                shape,
-                quant,
-                n_ctx,
-                swa_full=kwargs.get("swa_full") is not False,
-                n_batch=n_batch,
-                n_ubatch=int(kwargs.get("n_ubatch", 512)),
-                flash_attn=bool(flash_attn) or quant.quantized_val,
-            ).total_bytes
+
+            def size(q: KVQuant) -> int:
+                return kv_memory(
+                    shape,
+                    q,
+                    n_ctx,
+                    swa_full=kwargs.get("swa_full") is not False,
+                    n_batch=n_batch,
+                    n_ubatch=int(kwargs.get("n_ubatch", 512)),
+                    flash_attn=bool(flash_attn) or q.quantized_val,
+                ).total_bytes
+
+            kv_bytes = size(quant)
+            _check_memory(quant, n_ctx, kv_bytes, size)
         if flash_attn is None:
             flash_attn = quant.quantized_val
 
@@ -351,6 +358,32 @@ def _read(lib: native.Native, layer: native.KvqLayer) -> KVCacheLayer:
         backend_prefill=text(layer.backend_prefill),
         backend_decode=text(layer.backend_decode),
         backend_expect=text(layer.backend_expect),
+    )
+
+
+def _check_memory(quant: KVQuant, n_ctx: int, kv_bytes: int, size: Callable[[KVQuant], int]) -> None:
+    """Refuse what this machine can't hold, before the library fills its memory with the bookkeeping of cells.
+
+    Only where there is no device but the CPU: the memory of others isn't known here.
+    """
+    if any(not d.startswith("CPU") for d in native.load().devices()):
+        return
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    if kv_bytes <= there:
+        return
+    smallest = KVQuant.parse("k4v4")
+    try:
+        least = size(smallest)
+    except KVSplitError:  # its blocks don't divide the heads
+        least = kv_bytes
+    way = "use a smaller n_ctx"
+    if least < kv_bytes:
+        fits = "" if least <= there else ", which is too much as well"
+        way += f" or a smaller width: kvq='k4v4' takes {least / 2**20:.2f} MiB{fits}"
+    raise ContextMemoryError(
+        f"n_ctx: the KV cache of {n_ctx} tokens under {quant.text} takes {kv_bytes / 2**20:.2f} MiB, "
+        f"this machine has {there / 2**20:.2f} MiB; {way}",
+        kv_bytes=kv_bytes,
     )
 
 
