@@ -120,7 +120,14 @@ def memory(
     results: List[Tuple[str, KVMemory]] = []
     for name, quant in quants:
         mem = kv_memory(
-            shape, quant, ctx, n_seq_max=np, unified=unified, swa_full=swa_full, n_ubatch=ubatch, n_batch=max(2048, ubatch)
+            shape,
+            quant,
+            ctx,
+            n_seq_max=np,
+            unified=unified,
+            swa_full=swa_full,
+            n_ubatch=ubatch,
+            n_batch=max(2048, ubatch),
         )
         results.append((name, mem))
     if as_json:
@@ -285,7 +292,9 @@ def run(
     kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
     kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
     ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens of the context."),
-    n_predict: int = typer.Option(128, "--n-predict", "-n", min=-1, help="Tokens to generate with a prompt; -1: no end."),
+    n_predict: int = typer.Option(
+        128, "--n-predict", "-n", min=-1, help="Tokens to generate with a prompt; -1: no end."
+    ),
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the model's chat template."),
 ) -> None:
     """Generate text with the packaged llama-completion. What follows `--` goes to it as it is."""

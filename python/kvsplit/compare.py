@@ -295,9 +295,7 @@ def run(
     return res
 
 
-def _memory_row(
-    row: Callable[..., Row], q: KVQuant, cache: Dict[str, Any], n_ctx: int, expected: Optional[int]
-) -> Row:
+def _memory_row(row: Callable[..., Row], q: KVQuant, cache: Dict[str, Any], n_ctx: int, expected: Optional[int]) -> Row:
     layers = cache["layers"]
     values = cache["bytes_f16"] // 2
     return row(
@@ -318,9 +316,7 @@ def _memory_row(
     )
 
 
-def _memory_notes(
-    rows: Sequence[Row], caches: Dict[KVQuant, Dict[str, Any]], configs: Sequence[KVQuant]
-) -> List[str]:
+def _memory_notes(rows: Sequence[Row], caches: Dict[KVQuant, Dict[str, Any]], configs: Sequence[KVQuant]) -> List[str]:
     notes: List[str] = []
     for r, q in zip(rows, configs):
         if r.kv_bytes_expected is not None and r.kv_bytes_expected != r.kv_bytes:

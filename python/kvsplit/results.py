@@ -266,7 +266,14 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
             else:
                 s.prefill_ts, s.prefill_samples = r.median_ts, list(r.samples_ts or [])
         else:
-            s.ppl, s.ppl_se, s.kld, s.kld_se, s.top1, s.kld_floor = r.ppl, r.ppl_se, r.kld, r.kld_se, r.top1, r.kld_floor
+            s.ppl, s.ppl_se, s.kld, s.kld_se, s.top1, s.kld_floor = (
+                r.ppl,
+                r.ppl_se,
+                r.kld,
+                r.kld_se,
+                r.top1,
+                r.kld_floor,
+            )
     return list(out.values())
 
 

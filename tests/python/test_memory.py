@@ -232,7 +232,12 @@ def test_numbers_out_of_range(kw: Dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "reason"),
-    [("bert", "keeps none"), ("mamba", "recurrent"), ("deepseek4", "rules of its own"), ("no-such", "rules of its own")],
+    [
+        ("bert", "keeps none"),
+        ("mamba", "recurrent"),
+        ("deepseek4", "rules of its own"),
+        ("no-such", "rules of its own"),
+    ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Path, arch: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: MIT
+"""The command line, as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+import kvsplit
+from kvsplit import native, tools
+
+Make = Callable[..., Path]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Run:
+    """Run ``kvsplit`` in an empty folder, output captured."""
+
+    def run(*args: Any, env: Any = None, script: Any = None) -> "subprocess.CompletedProcess[str]":
+        e = {**os.environ, "PYTHONPATH": str(Path(kvsplit.__file__).parent.parent), **(env or {})}
+        program = [str(script)] if script else ["-m", "kvsplit"]
+        return subprocess.run(
+            [sys.executable, *program, *map(str, args)],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            cwd=tmp_path,
+            env=e,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+
+    return run
+
+
+def _one_line(res: "subprocess.CompletedProcess[str]") -> str:
+    assert res.stdout == ""
+    lines = res.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvsplit: error: "), res.stderr
+    return lines[0]
+
+
+def test_help_and_version(cli: Run) -> None:
+    res = cli("--help")
+    assert res.returncode == 0
+    for command in ("run", "compare", "memory", "doctor", "models"):
+        assert command in res.stdout
+        assert cli(command, "--help").returncode == 0
+    assert cli("--version").stdout.startswith(f"kvsplit {kvsplit.__version__}")
+    assert cli().returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["frob"], "frob"),
+        (["memory"], "model"),
+        (["memory", "M", "--ctx", "many"], "--ctx"),
+        (["memory", "M", "--frob"], "--frob"),
+        (["memory", "M", "--kvq", "6"], "'6'"),
+        (["memory", "M", "--kvq-key", "8,99=4"], "kvq_key"),
+        (["memory", "M", "--kvq-val", "q9"], "kvq_val"),
+        (["compare", "M", "--config", "K6V5"], "--config"),
+        (["models", "pull", "gpt5"], "smollm2"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2(cli: Run, synth_model: Make, args: Any, match: str) -> None:
+    path = synth_model()
+    res = cli(*[path if a == "M" else a for a in args])
+    assert match in _one_line(res)
+    assert res.returncode == 2
+
+
+def test_failures_are_one_line_and_1(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("no model")
+    for args, match in [(["none.gguf"], "none.gguf"), (["text.gguf"], "not a GGUF")]:
+        for command in ("memory", "run", "compare"):
+            res = cli(command, *args)
+            assert match in _one_line(res)
+            assert res.returncode == 1
+    assert "Traceback" in cli("memory", "text.gguf", env={"KVSPLIT_DEBUG": "1"}).stderr
+
+
+def test_memory_needs_no_native_library(cli: Run, synth_model: Make, tmp_path: Path) -> None:
+    res = cli("memory", synth_model(), env={"KVSPLIT_NATIVE_DIR": str(tmp_path)})
+    assert res.returncode == 0 and "K8V4" in res.stdout and res.stderr == ""
+
+
+def test_memory_table_and_json_agree(cli: Run, synth_model: Make) -> None:
+    path = synth_model(n_layer=22, n_head_kv=4)
+    text = cli("memory", path, "--ctx", 8192).stdout
+    data = json.loads(cli("memory", path, "--ctx", 8192, "--json").stdout)
+    assert [c["bytes"] / 2**20 for c in data["configs"]] == [176.0, 93.5, 71.5, 71.5, 49.5]
+    for c in data["configs"]:
+        line = next(s for s in text.splitlines() if s.strip().startswith(c["config"]))
+        assert f"{c['bytes'] / 2**20:.2f}" in line and f"{100 * c['saving']:.1f} %" in line
+
+
+def test_memory_by_layer(cli: Run, synth_model: Make) -> None:
+    path = synth_model(n_layer=5)
+    res = cli("memory", path, "--kvq-val", "4,:2=8,-2:=8", "--ctx", 256)
+    rows = [s.split() for s in res.stdout.splitlines() if "2x64" in s]
+    assert [r[5] for r in rows] == ["q8_0", "q8_0", "q4_0", "q8_0", "q8_0"]
+    data = json.loads(cli("memory", path, "--kvq", "8", "--np", 4, "--ctx", 1000, "--json").stdout)
+    (config,) = data["configs"]
+    assert config["n_ctx"] == 1024 and len(config["layers"]) == 5
+    assert cli("memory", path, "--per-layer").stdout.count("2x64") == 25
+
+
+def test_memory_tells_the_files_own_policy(cli: Run, synth_model: Make) -> None:
+    path = synth_model(extra=(("kvq.key", "8"),))
+    out = cli("memory", path, "--ctx", 256).stdout
+    assert "file" in out and "q8_0/f16" in out
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"COLUMNS": "40"}],
+    ids=lambda e: next(iter(e)),
+)
+def test_in_a_pipe(cli: Run, synth_model: Make, env: Any) -> None:
+    res = cli("memory", synth_model(), env=env)
+    assert res.returncode == 0 and "\x1b" not in res.stdout
+    assert any("K8V4" in s and "q8_0/q4_0" in s and "%" in s for s in res.stdout.splitlines())
+    if "PYTHONIOENCODING" in env:
+        assert res.stdout.isascii()
+
+
+def test_reader_that_goes_away(synth_model: Make) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(kvsplit.__file__).parent.parent)}
+    cmd = [sys.executable, "-m", "kvsplit", "memory", str(synth_model(n_layer=64)), "--per-layer"]
+    p = subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    assert p.stdout is not None and p.stderr is not None
+    p.stdout.read(1)
+    p.stdout.close()
+    err = p.stderr.read()
+    p.stderr.close()
+    p.wait()
+    assert b"Traceback" not in err and b"BrokenPipe" not in err
+
+
+def test_models(cli: Run, tmp_path: Path) -> None:
+    env = {"KVSPLIT_MODELS_DIR": str(tmp_path / "m")}
+    data = json.loads(cli("models", "list", "--json", env=env).stdout)
+    assert [m["name"] for m in data] == ["smollm2", "gemma3-270m"] and not any(m["pulled"] for m in data)
+    assert "not pulled" in cli("models", "list", env=env).stdout
+    res = cli("models", "path", "smollm2", env=env)
+    assert res.returncode == 1 and "kvsplit models pull smollm2" in _one_line(res)
+    (tmp_path / "own.gguf").write_text("x")
+    assert cli("models", "path", "own.gguf").stdout.strip() == "own.gguf"
+    # pip without an index is what a machine without a network looks like
+    res = cli("models", "pull", "smollm2", "-q", env={**env, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull})
+    assert res.returncode == 1 and "offline" in _one_line(res)
+
+
+def test_doctor_without_natives(cli: Run, tmp_path: Path) -> None:
+    env = {"KVSPLIT_NATIVE_DIR": str(tmp_path), "LLAMA_CPP_LIB_PATH": ""}
+    res = cli("doctor", env=env)
+    assert res.returncode == 1 and "problem: " in res.stderr and str(tmp_path) in res.stderr
+    data = json.loads(cli("doctor", "--json", env=env).stdout)
+    assert data["problems"] and data["lock"] == "llama-cpp-python 0.3.36"
+
+
+@pytest.mark.native
+def test_doctor(cli: Run) -> None:
+    data = json.loads(cli("doctor", "--json").stdout)
+    assert data["LLAMA_CPP_LIB_PATH"] == str(native.load().path.parent)
+    assert data["build"]["version"] == "0.3.36" and "q8_0" in data["cache_types"] and data["devices"]
+    complete = all(data["tools"][n] for n in tools.NAMES)
+    res = cli("doctor")
+    assert (res.returncode == 0) == (complete and not data["problems"])
+
+
+def test_quick_compare_is_the_command(cli: Run, repo: Path) -> None:
+    script = repo / "scripts" / "quick_compare.py"
+    res = cli("--help", script=script)
+    assert res.returncode == 0 and "--ppl-ctx" in res.stdout
+    res = cli("none.gguf", script=script)
+    assert res.returncode == 1 and "none.gguf" in _one_line(res)
+
+
+def test_compare_refuses_before_it_begins(cli: Run, synth_model: Make, tmp_path: Path) -> None:
+    path = synth_model()
+    for args, match in [
+        (["--text", "none.txt"], "--text"),
+        (["--config", "8,9=4/8"], "slice '9'"),
+        (["--model", path], "twice"),
+    ]:
+        res = cli("compare", path, *args)
+        if res.returncode == 1 and "was not found" in res.stderr:
+            pytest.skip("no native libraries")
+        assert res.returncode == 2 and match in _one_line(res)
+        assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.native
+def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[str], Path], tmp_path: Path) -> None:
+    """With a tool in its place that prints its arguments."""
+    tool("llama-completion")
+    fake = tmp_path / "fake" / "bin"
+    fake.mkdir(parents=True)
+    script = fake / "llama-completion"
+    script.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\nsys.exit(7)\n")
+    script.chmod(0o755)
+    path = synth_model()
+    res = cli("run", path, "a b", "--kvq", 8, "-n", 5, "--ctx", 300, "--", "--temp", "0", "--", "x",
+              env={"KVSPLIT_NATIVE_DIR": str(fake.parent)})  # fmt: skip
+    assert res.returncode == 7
+    assert json.loads(res.stdout) == ["-m", str(path), "--kvq", "8", "-c", "300", "-p", "a b", "-n", "5", "-no-cnv",
+                                      "--temp", "0", "--", "x"]  # fmt: skip
+    res = cli("run", path, "hi", "--kvq", "k6v4")
+    assert res.returncode == 2 and "32 16 8 5 4" in _one_line(res)

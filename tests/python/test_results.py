@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: MIT
+"""Parsers of tools' output, the schema of results, the chart."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from kvsplit import bench, compare, plots, quality, results
+from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, UsageError
+from kvsplit.policy import KVQuant
+from kvsplit.results import Provenance, Row, Summary
+
+DATA = Path(__file__).parent / "data"
+
+
+# ---- llama-perplexity
+
+
+def test_statistics_are_read() -> None:
+    q = quality.parse((DATA / "kl_divergence.txt").read_text(encoding="utf-8"))
+    assert (q.ppl, q.ppl_se) == (12.829268, 1.478712)
+    assert (q.ppl_base, q.ppl_base_se) == (12.636428, 1.454469)
+    assert (q.ppl_ratio, q.ppl_ratio_se) == (1.015261, 0.006091)
+    assert (q.kld, q.kld_se, q.kld_max, q.kld_median) == (0.008694, 0.000352, 0.055183, 0.006773)
+    assert q.kld_p999 == 0.054790
+    assert q.top1 == pytest.approx(0.96078) and q.top1_se == pytest.approx(0.00860)
+
+
+def test_statistics_survive_a_lost_encoding() -> None:
+    text = (DATA / "kl_divergence.txt").read_text(encoding="utf-8")
+    assert quality.parse(text.replace("±", "\ufffd\ufffd")) == quality.parse(text)
+    assert quality.parse("junk\n" + text + "\nmore junk") == quality.parse(text)
+
+
+@pytest.mark.parametrize("label", ["Mean PPL(Q)    ", "Mean    KLD", "Median  KLD", "99.9%   KLD", "Same top p"])
+def test_missing_statistics_are_an_error(label: str) -> None:
+    text = (DATA / "kl_divergence.txt").read_text(encoding="utf-8")
+    assert label in text
+    with pytest.raises(ResultError, match="gave no result"):
+        quality.parse(text.replace(label, "Something else"))
+
+
+def test_a_tool_that_gave_up_with_status_0_is_an_error() -> None:
+    with pytest.raises(ResultError, match="tokenizes to only"):
+        quality.parse((DATA / "too_short.txt").read_text(encoding="utf-8"))
+    with pytest.raises(ResultError):
+        quality.parse((DATA / "perplexity.txt").read_text(encoding="utf-8"))
+    with pytest.raises(ResultError):
+        quality.parse("")
+
+
+def test_nan_is_an_error() -> None:
+    text = (DATA / "kl_divergence.txt").read_text(encoding="utf-8").replace("12.829268", "nan")
+    with pytest.raises(ResultError, match="NaN"):
+        quality.parse(text)
+
+
+def test_size_of_the_base_is_that_of_a_real_one() -> None:
+    # a run of SmolLM2 (49152 tokens) with -c 512 --chunks 2 wrote 50143236 bytes
+    plan = quality.QualityPlan(512, 2)
+    assert quality.base_bytes(plan, 49152) == 50143236
+    # more than 32 bits hold: a vocabulary of 262144, 16 chunks of 2048
+    assert quality.base_bytes(quality.QualityPlan(2048, 16), 262144) > 2**32
+
+
+def test_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> None:
+    from kvsplit.gguf_meta import check_model
+
+    monkeypatch.setattr(quality.shutil, "disk_usage", lambda p: type("U", (), {"free": 1000})())
+    text = tmp_path / "t.txt"
+    text.write_text("word " * 5000)
+    path = synth_model()
+    with quality.text_file(text) as t, pytest.raises(CacheFolderError, match="--chunks"):
+        with quality.base_file(path, check_model(path), t, quality.QualityPlan(256, 2), tmp_path):
+            pass
+    assert [p.name for p in tmp_path.iterdir()] == ["t.txt"]
+
+
+def test_texts(tmp_path: Path) -> None:
+    with quality.text_file(None) as t:
+        assert "pydoc_data.topics" in t.name and t.path.stat().st_size > 200_000
+        path = t.path
+    assert not path.exists()
+    with pytest.raises(UsageError, match="--text.*can't be read"), quality.text_file(tmp_path / "none"):
+        pass
+    (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="UTF-8"), quality.text_file(tmp_path / "bin"):
+        pass
+    (tmp_path / "short").write_text("a few words")
+    with quality.text_file(tmp_path / "short") as t, pytest.raises(UsageError, match="too few"):
+        quality.check(quality.QualityPlan(512, 2), t)
+    with quality.text_file(None) as t, pytest.raises(UsageError, match="at least 100"):
+        quality.check(quality.QualityPlan(64, 1), t)
+
+
+# ---- llama-bench
+
+
+def test_bench_lines_are_read() -> None:
+    rows = bench.parse((DATA / "llama_bench.jsonl").read_text(encoding="utf-8"))
+    assert [(r["n_prompt"], r["n_gen"], r["n_depth"]) for r in rows] == [(64, 0, 32), (0, 8, 32)]
+    assert rows[1]["samples_ts"] == [16.2857, 16.2507]
+
+
+@pytest.mark.parametrize("bad", ["", "| model | size |", '{"n_prompt": 1}', "[1]"])
+def test_other_bench_output_is_an_error(bad: str) -> None:
+    with pytest.raises(ResultError):
+        bench.parse(bad)
+
+
+def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (DATA / "llama_bench.jsonl").read_text(encoding="utf-8")
+    asked: List[str] = []
+
+    def fake(name: str, args: List[str]) -> Any:
+        asked.append(args[args.index("--kvq-key") + 1])
+        return type("R", (), {"stdout": lines, "peak_rss": len(asked)})()
+
+    monkeypatch.setattr(bench.tools, "run", fake)
+    quants = [KVQuant.from_text(c) for c in ("F16", "K8V8", "K4V4")]
+    speeds = bench.run(Path("m.gguf"), quants, bench.BenchPlan(64, 8, 32, rounds=4))
+    rounds = [asked[i : i + 3] for i in range(0, 12, 3)]
+    assert all(sorted(r) == ["f16", "q4_0", "q8_0"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert len(speeds) == 6 and all(len(s.samples_ts) == 8 for s in speeds)
+    assert max(s.peak_rss or 0 for s in speeds) == 12
+
+
+def test_bench_command_says_both_sides() -> None:
+    cmd = bench.command(Path("m"), KVQuant.parse(key="4,:2=8"), bench.BenchPlan(1, 2, 3, n_threads=7))
+    assert " ".join(cmd) == "-m m -o jsonl -r 1 -fa on --kvq-key q4_0,:2=q8_0 --kvq-val f16 -p 1 -n 2 -d 3 -t 7"
+
+
+# ---- schema
+
+
+def _prov(**kw: Any) -> Provenance:
+    base = {f.name: "x" for f in fields(Provenance) if f.name not in ("model_size", "model_n_params")}
+    return Provenance(**{**base, **kw})
+
+
+def _memory(**kw: Any) -> Row:
+    base = dict(
+        kind="memory", config="K8V4", kvq_key="q8_0", kvq_val="q4_0", type_k="q8_0", type_v="q4_0", provenance=_prov(),
+        n_ctx=256, kv_bytes=65, kv_bytes_f16=160, saving=1 - 65 / 160, bits_per_value=6.5,
+    )  # fmt: skip
+    return Row(**{**base, **kw})
+
+
+def test_rows_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    rows = [_memory(), _memory(config="K8V4 ±", layer_types=[["q8_0", "q4_0"]])]
+    for row in rows:  # each append opens the file anew and keeps what is there
+        with results.Writer(path) as w:
+            w.write(row)
+    assert list(results.read(path)) == rows
+    line = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    assert line["model_sha256"] == "x" and "samples_ts" not in line
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"kind": "mood"}, "kind"),
+        ({"kv_bytes": None}, "kv_bytes"),
+        ({"saving": 0.5}, "saving"),
+        ({"bits_per_value": float("nan")}, "bits_per_value"),
+        ({"samples_ts": [1.0, 0.0]}, "samples_ts"),
+        ({"schema": 99}, "schema"),
+    ],
+)
+def test_rows_that_are_not_valid(tmp_path: Path, change: Any, match: str) -> None:
+    with results.Writer(tmp_path / "r.jsonl") as w, pytest.raises(ResultError, match=match):
+        w.write(_memory(**change))
+    assert (tmp_path / "r.jsonl").read_text() == ""
+
+
+def test_lines_that_are_not_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    good = json.dumps(_memory().to_json())
+    for bad in ('{"kind": "memory"}', "{", good[:-1] + ', "surprise": 1}'):
+        path.write_text(good + "\n" + bad + "\n", encoding="utf-8")
+        with pytest.raises(ResultError, match="line 2"):
+            list(results.read(path))
+
+
+def test_llama_benchs_names_are_kept() -> None:
+    theirs = set(json.loads((DATA / "llama_bench.jsonl").read_text(encoding="utf-8").splitlines()[0]))
+    ours = set(results.field_types())
+    assert {
+        "n_prompt",
+        "n_gen",
+        "n_depth",
+        "samples_ns",
+        "samples_ts",
+        "avg_ts",
+        "type_k",
+        "n_threads",
+    } <= ours & theirs
+
+
+def test_summary_and_csv(tmp_path: Path) -> None:
+    speed = replace(_memory(), kind="speed", n_prompt=0, n_gen=8, n_depth=1, n_threads=2, samples_ts=[1.0, 3.0, 2.0],
+                    median_ts=2.0, kv_bytes=None)  # fmt: skip
+    (s,) = results.summarize([_memory(), speed])
+    assert (s.kv_bytes, s.decode_ts, s.decode_samples, s.prefill_ts) == (65, 2.0, [1.0, 3.0, 2.0], None)
+    results.write_csv(tmp_path / "s.csv", [s])
+    import pandas as pd
+
+    frame = pd.read_csv(tmp_path / "s.csv")
+    assert frame.loc[0, "decode_samples"] == "1.0 3.0 2.0" and frame.loc[0, "kv_bytes"] == 65
+    with pytest.raises(FileExistsError):
+        results.write_csv(tmp_path / "s.csv", [s])
+
+
+# ---- configurations
+
+
+def test_configurations_are_parsed() -> None:
+    def labels(*texts: str) -> List[str]:
+        return [q.label for q in compare.parse_configs(texts)]
+
+    assert labels("F16,K8V4") == ["F16", "K8V4"]
+    assert labels("8", "k8v4", "4") == ["K8V4", "K4V4"]
+    assert labels("F16; 4,:2=8/4 ;8/q5_1") == ["F16", "q4_0,:2=q8_0/q4_0", "q8_0/q5_1"]
+    with pytest.raises(UsageError):
+        labels(" , ;")
+    with pytest.raises(KVQuantError, match="--config"):
+        labels("K6V5")
+
+
+# ---- chart
+
+
+def _points() -> List[Summary]:
+    def point(config: str, mib: float, kld: float, se: float) -> Summary:
+        return Summary(config, "", "", "", "", n_ctx=8192, kv_bytes=int(mib * 2**20), kld=kld, kld_se=se,
+                       saving=1 - mib / 180, kld_floor=0.0)  # fmt: skip
+
+    return [
+        point("F16", 180, 0, 0),
+        point("K8V8", 95.6, 0.004, 0.0002),
+        point("K8V4", 73.1, 0.009, 0.0003),
+        point("K4V8", 73.1, 0.041, 0.001),
+        point("q4_0,:2=q8_0/q4_0", 52, 0.046, 0.001),
+    ]
+
+
+def test_pareto() -> None:
+    assert plots.pareto([(3, 0), (2, 1), (2, 5), (1, 6), (1.5, 7)]) == [3, 1, 0]
+    assert plots.pareto([]) == []
+
+
+def test_chart(tmp_path: Path) -> None:
+    out = [tmp_path / "c.png", tmp_path / "c.svg"]
+    assert plots.memory_quality(_points(), out, model="M", note="a text") == out
+    assert out[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    root = ET.parse(out[1]).getroot()
+    assert root.tag.endswith("svg") and len(list(root.iter())) > 100
+    with pytest.raises(FileExistsError):
+        plots.memory_quality(_points(), out, model="M")
+    assert plots.memory_quality([Summary("F16", "", "", "", "")], [tmp_path / "none.png"], model="M") == []
+
+
+def test_labels_cover_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: List[Any] = []
+    real = plots._place_labels
+
+    def spy(fig: Any, ax: Any, texts: List[Any], points: Any) -> None:
+        real(fig, ax, texts, points)
+        seen.extend(t.get_window_extent(fig.canvas.get_renderer()) for t in texts)
+
+    monkeypatch.setattr(plots, "_place_labels", spy)
+    plots.memory_quality(_points(), [tmp_path / "c.png"], model="M")
+    assert len(seen) == 5
+    assert not any(a.overlaps(b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_styles_tell_configurations_apart() -> None:
+    looks = [(s.color, s.marker) for s in plots._STYLES.values()]
+    assert len(set(looks)) == len(looks)
+    assert len({c for c, _ in looks}) == len(looks)
