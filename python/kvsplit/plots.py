@@ -104,7 +104,7 @@ def memory_quality(
     floor: Optional[float] = next((s.kld_floor for s in pts if s.kld_floor is not None), None)
 
     fig = Figure(figsize=(7.2, 4.6), dpi=160, layout="constrained")
-    canvas = FigureCanvasAgg(fig)
+    canvas: Any = FigureCanvasAgg(fig)
     ax = fig.add_subplot()
     front = pareto(xy)
     if len(front) > 1:

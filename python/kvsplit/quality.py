@@ -8,6 +8,7 @@ held against them. f16 against itself is the floor below which a difference mean
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shutil
 import sys
@@ -155,7 +156,8 @@ def parse(output: str) -> Quality:
             ppl_base=base[0],
             ppl_base_se=base[1],
             ppl_ratio=ratio[0],
-            ppl_ratio_se=ratio[1],
+            # the root of a difference that rounding can make negative when two runs are equal
+            ppl_ratio_se=0.0 if math.isnan(ratio[1]) else ratio[1],
             kld=kld[0],
             kld_se=kld[1],
             kld_max=_one(tail, r"Maximum\s+KLD"),
@@ -168,7 +170,7 @@ def parse(output: str) -> Quality:
         raise ResultError(
             f"llama-perplexity gave no result: {e.args[0]} is missing\n{_reason(output)}".rstrip()
         ) from None
-    if res.ppl != res.ppl or res.kld != res.kld:
+    if math.isnan(res.ppl) or math.isnan(res.kld):
         raise ResultError("llama-perplexity gave NaN: attention broke down under this configuration")
     return res
 

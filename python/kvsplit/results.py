@@ -180,7 +180,7 @@ class Writer:
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
         try:
-            self._f = open(self.path, "a", encoding="utf-8")
+            self._f = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         except OSError as e:
             raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from e
 

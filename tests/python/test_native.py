@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Callable
 
 import pytest
+from grammar import specs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from kvsplit import _lock, native, tools
 from kvsplit.cache_types import BITS, BY_NAME, CACHE_TYPES, POLICY_BASE
 from kvsplit.errors import KVQuantError, NativeMismatchError, NativeMissingError, ToolError
 from kvsplit.policy import KVQuant, Spec
-from test_policy import specs
 
 
 def test_package_lock_is_the_vendored_one(repo: Path) -> None:

@@ -7,6 +7,7 @@ import pickle
 from typing import List, Optional
 
 import pytest
+from grammar import ENDS, specs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,29 +132,6 @@ def test_bytes_is_the_arithmetic() -> None:
     assert KVQuant.parse("8").bytes(shape, 8192) == 22 * 8192 * 4 * 64 // 32 * (34 + 18)
 
 
-_types = st.sampled_from([t.name for t in CACHE_TYPES] + [str(b) for b in BITS])
-_ends = st.one_of(st.none(), st.integers(-40, 40))
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> str:
-    def blank() -> str:
-        return draw(st.sampled_from(["", "", " ", "\t"]))
-
-    out = [blank() + draw(_types) + blank()]
-    for _ in range(draw(st.integers(0, 4))):
-        if draw(st.booleans()):
-            where = str(draw(st.integers(-40, 40)))
-        else:
-            start, stop = draw(_ends), draw(_ends)
-            where = f"{'' if start is None else start}:{blank()}{'' if stop is None else stop}"
-            if draw(st.booleans()):
-                step: Optional[int] = draw(st.one_of(st.none(), st.integers(1, 5)))
-                where += ":" + ("" if step is None else str(step))
-        out.append(f"{blank()}{where}{blank()}={blank()}{draw(_types).upper()}{blank()}")
-    return ",".join(out)
-
-
 @given(specs())
 def test_canonical_text_round_trips(text: str) -> None:
     spec = Spec.parse(text)
@@ -170,7 +148,7 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
     assert spec.default in BY_NAME
 
 
-@given(_ends, _ends, st.integers(1, 4), st.integers(1, 40))
+@given(ENDS, ENDS, st.integers(1, 4), st.integers(1, 40))
 def test_slices_agree_with_python(start: Optional[int], stop: Optional[int], step: int, n: int) -> None:
     want: List[int] = list(range(n))[start:stop:step]
     try:

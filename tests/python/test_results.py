@@ -55,6 +55,11 @@ def test_a_tool_that_gave_up_with_status_0_is_an_error() -> None:
         quality.parse("")
 
 
+def test_equal_runs_have_no_spread() -> None:
+    text = (DATA / "kl_divergence.txt").read_text(encoding="utf-8").replace("0.006091", "-nan")
+    assert quality.parse(text).ppl_ratio_se == 0
+
+
 def test_nan_is_an_error() -> None:
     text = (DATA / "kl_divergence.txt").read_text(encoding="utf-8").replace("12.829268", "nan")
     with pytest.raises(ResultError, match="NaN"):
@@ -76,9 +81,12 @@ def test_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     text = tmp_path / "t.txt"
     text.write_text("word " * 5000)
     path = synth_model()
-    with quality.text_file(text) as t, pytest.raises(CacheFolderError, match="--chunks"):
-        with quality.base_file(path, check_model(path), t, quality.QualityPlan(256, 2), tmp_path):
-            pass
+    with (
+        quality.text_file(text) as t,
+        pytest.raises(CacheFolderError, match="--chunks"),
+        quality.base_file(path, check_model(path), t, quality.QualityPlan(256, 2), tmp_path),
+    ):
+        pass
     assert [p.name for p in tmp_path.iterdir()] == ["t.txt"]
 
 
