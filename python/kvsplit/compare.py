@@ -251,7 +251,7 @@ def run(
                     type_k=_uniq([layer["type_k"] for layer in layers]),
                     type_v=_uniq([layer["type_v"] for layer in layers]),
                     provenance=prov,
-                    layer_types=[[layer["type_k"], layer["type_v"]] for layer in layers],
+                    layer_types=results.runs((layer["type_k"], layer["type_v"]) for layer in layers),
                     **values,
                 )
 
@@ -285,13 +285,12 @@ def run(
     csv_path = out / f"{run_id}-compare.csv"
     results.write_csv(csv_path, res.summaries)
     res.files.append(csv_path)
-    name = str(info.fields.get("general.name") or model.stem)
     note = (
-        f"{model.name}, attention on {memory_rows[0].backend_decode or 'an unknown backend'}\n"
-        f"text: {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error"
+        f"text: {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error\n"
+        f"attention on {memory_rows[0].backend_decode or 'an unknown backend'}"
     )
     charts = [out / f"{run_id}-memory-quality.{ext}" for ext in ("png", "svg")]
-    res.files += plots.memory_quality(res.summaries, charts, model=name, note=note)
+    res.files += plots.memory_quality(res.summaries, charts, model=model.stem, note=note)
     return res
 
 
@@ -308,8 +307,7 @@ def _memory_row(row: Callable[..., Row], q: KVQuant, cache: Dict[str, Any], n_ct
         saving=1 - cache["bytes"] / cache["bytes_f16"],
         bits_per_value=8 * cache["bytes"] / values,
         swa_full=False,
-        rotation_k=[layer["rot_k"] for layer in layers],
-        rotation_v=[layer["rot_v"] for layer in layers],
+        layer_rotation=results.runs((layer["rot_k"], layer["rot_v"]) for layer in layers),
         backend_prefill=_uniq([layer["backend_prefill"] for layer in layers]),
         backend_decode=_uniq([layer["backend_decode"] for layer in layers]),
         peak_rss=cache.get("peak_rss"),
@@ -393,4 +391,5 @@ def _quality_row(
 
 def command_line() -> List[str]:
     """This process's command line, without the folder of the program."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+    program = Path(sys.argv[0]).name
+    return ["kvsplit" if program == "__main__.py" else program, *sys.argv[1:]]

@@ -124,6 +124,7 @@ def memory_quality(
         ax.errorbar(
             x, y, yerr=s.kld_se or None, fmt=st.marker, color=st.color, ms=8, capsize=3, elinewidth=1.2, zorder=3,
             markeredgecolor="white", markeredgewidth=0.8,
+            clip_on=False,
         )  # fmt: skip
         saved = "" if not s.saving else f"  ({100 * s.saving:.0f} % less)"
         texts.append(
@@ -134,10 +135,11 @@ def memory_quality(
         )  # fmt: skip
 
     top = max(y + (s.kld_se or 0) for s, (_, y) in zip(pts, xy))
-    positive = [y for _, y in xy if y > 0]
+    # f16 stands at its own floor, whatever the scale
+    positive = [y for s, (_, y) in zip(pts, xy) if y > 0 and (s.kvq_key, s.kvq_val) != ("f16", "f16")]
     if positive and max(positive) / min(positive) > 50:
-        ax.set_yscale("symlog", linthresh=min(positive))
-        ax.set_ylim(0, top * 1.6)
+        ax.set_yscale("symlog", linthresh=min(positive), linscale=0.5)
+        ax.set_ylim(-0.03 * min(positive), top * 1.6)
     else:
         ax.set_ylim(-0.03 * (top or 1e-3), (top or 1e-3) * 1.15)
     ax.set_xlim(0, max(x for x, _ in xy) * 1.08)
@@ -153,7 +155,7 @@ def memory_quality(
         ax.spines[side].set_visible(False)
     if floor is not None:
         ax.annotate(
-            f"f16 against itself: {floor:.5f}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, 4),
+            f"f16 against itself: {floor:.6f}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, 4),
             textcoords="offset points", fontsize=8.5, color="#000000", va="bottom",
         )  # fmt: skip
     if len(front) > 1:

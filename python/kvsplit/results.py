@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union, get_type_hints
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union, get_type_hints
 
 from kvsplit.errors import CacheFolderError, ResultError
 
@@ -60,7 +61,7 @@ class Row:
     provenance: Provenance
     schema: int = SCHEMA
     test_time: str = ""
-    layer_types: Optional[List[List[str]]] = None  # [K, V] of every layer
+    layer_types: Optional[List[List[Any]]] = None  # [layers, K, V] of each run of layers that are alike
 
     # memory
     n_ctx: Optional[int] = None
@@ -70,8 +71,7 @@ class Row:
     saving: Optional[float] = None  # 1 - kv_bytes / kv_bytes_f16
     bits_per_value: Optional[float] = None
     swa_full: Optional[bool] = None
-    rotation_k: Optional[List[int]] = None
-    rotation_v: Optional[List[int]] = None
+    layer_rotation: Optional[List[List[int]]] = None  # [layers, K, V], sizes of the Hadamard matrices, 0: none
     backend_prefill: Optional[str] = None
     backend_decode: Optional[str] = None
 
@@ -169,6 +169,11 @@ class Row:
             raise ResultError(f"a row lacks a field: {e}") from None
         row.validate()
         return row
+
+
+def runs(pairs: Iterable[Sequence[Any]]) -> List[List[Any]]:
+    """``[n, *pair]`` for each run of equal pairs."""
+    return [[len(list(group)), *pair] for pair, group in itertools.groupby(tuple(p) for p in pairs)]
 
 
 PathLike = Union[str, "os.PathLike[str]"]

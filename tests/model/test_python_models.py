@@ -121,7 +121,7 @@ def test_compare_end_to_end(smollm2: Path, synth_model: Callable[..., Path], too
         (kind, label) for label in labels for kind in ("memory", "speed", "speed", "quality")
     )
     for r in rows:
-        assert r.layer_types is not None and len(r.layer_types) == 3
+        assert r.layer_types is not None and sum(n for n, _, _ in r.layer_types) == 3
         assert len(r.provenance.model_sha256) == len(r.provenance.patches_sha256) == 64
         assert r.provenance.cpu_info and r.provenance.backends and "compare" in r.provenance.command
         if r.kind == "memory":
@@ -131,7 +131,7 @@ def test_compare_end_to_end(smollm2: Path, synth_model: Callable[..., Path], too
         else:
             assert r.text == "my text.txt" and r.kld_floor is not None
     mixed = next(r for r in rows if r.config == labels[2])
-    assert mixed.layer_types == [["q8_0", "q4_1"], ["q4_0", "q4_1"], ["q4_0", "q4_1"]]
+    assert mixed.layer_types == [[1, "q8_0", "q4_1"], [2, "q4_0", "q4_1"]]
     assert (mixed.type_k, mixed.type_v) == ("q8_0+q4_0", "q4_1")
     with open(files[".csv"], encoding="utf-8", newline="") as f:
         assert [r["config"] for r in csv.DictReader(f)] == labels

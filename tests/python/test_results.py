@@ -163,7 +163,7 @@ def _memory(**kw: Any) -> Row:
 
 def test_rows_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    rows = [_memory(), _memory(config="K8V4 ±", layer_types=[["q8_0", "q4_0"]])]
+    rows = [_memory(), _memory(config="K8V4 ±", layer_types=[[30, "q8_0", "q4_0"]])]
     for row in rows:  # each append opens the file anew and keeps what is there
         with results.Writer(path) as w:
             w.write(row)
