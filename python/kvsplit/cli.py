@@ -63,11 +63,19 @@ def _console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, width=160)
 
 
-def _table(*columns: Tuple[str, str]) -> Table:
-    t = Table(box=box.SIMPLE_HEAD if _utf8(sys.stdout) else box.ASCII2, padding=(0, 1, 0, 0), pad_edge=False)
+def _table(*columns: Tuple[str, str], gap: int = 1) -> Table:
+    style = box.SIMPLE_HEAD if _utf8(sys.stdout) else box.ASCII2
+    t = Table(box=style, padding=(0, gap, 0, 0), pad_edge=False)
     for name, justify in columns:
-        t.add_column(name, justify=justify, no_wrap=justify == "left")  # type: ignore[arg-type]
+        t.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     return t
+
+
+def _print(console: Console, table: Table) -> None:
+    """Print a table whole: where a terminal is too narrow it wraps the lines, and no figure is cut."""
+    wide = console.options.update(width=1000, max_width=1000)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table)
 
 
 def _out(text: str) -> None:
@@ -143,7 +151,7 @@ def memory(
     console = _console()
     seqs = "" if np == 1 else f", {np} sequences{' in one buffer' if unified else f' of {first.n_ctx_seq}'}"
     parts = f"{len(shape.layers)} layers" + (f" ({slide} with a window of {shape.n_swa})" if slide else "")
-    console.print(f"{shape.name or path.name} ({shape.arch}): {parts}, {first.n_ctx} tokens{seqs}")
+    console.print(f"{shape.name or path.name} ({shape.arch}): {parts}, {first.n_ctx} tokens{seqs}", soft_wrap=True)
     t = _table(
         ("config", "left"), ("stored as", "left"), ("bits", "right"), ("K MiB", "right"), ("V MiB", "right"),
         ("KV MiB", "right"), ("saved", "right"),
@@ -155,7 +163,7 @@ def memory(
             "policy" if m.quant.per_layer and name == m.quant.label else name, _stored(k, v), f"{m.bits_per_value:.2f}",
             f"{m.bytes_k / 2**20:.2f}", f"{m.bytes_v / 2**20:.2f}", f"{m.mib:.2f}", f"{100 * m.saving:.1f} %",
         )  # fmt: skip
-    console.print(t)
+    _print(console, t)
     if per_layer or (given and results[0][1].quant.per_layer):
         for name, m in results:
             if len(results) > 1:
@@ -175,7 +183,7 @@ def _layer_table(console: Console, m: KVMemory) -> None:
             layer.type_k, layer.type_v or "-", f"{layer.bytes_k / 1024:.1f}", f"{layer.bytes_v / 1024:.1f}",
             "sliding window" if layer.swa else "",
         )  # fmt: skip
-    console.print(t)
+    _print(console, t)
 
 
 # ---- compare
@@ -252,8 +260,9 @@ def show(res: Any) -> None:
     console = _console()
     plan = res.plan
     t = _table(
-        ("config", "left"), ("stored as", "left"), ("KV MiB", "right"), ("saved", "right"), ("decode t/s", "right"),
-        ("prefill t/s", "right"), (f"PPL {_pm()} SE", "right"), ("mean KLD", "right"), ("same top", "right"),
+        ("config", "left"), ("stored as", "left"), ("KV\nMiB", "right"), ("saved\n", "right"), ("decode\nt/s", "right"),
+        ("prefill\nt/s", "right"), (f"PPL\n{_pm()} SE", "right"), ("mean\nKLD", "right"), ("same\ntop", "right"),
+        gap=0,
     )  # fmt: skip
     for s in res.summaries:
         t.add_row(
@@ -263,12 +272,14 @@ def show(res: Any) -> None:
             "-" if s.saving is None else f"{100 * s.saving:.1f} %",
             _num(s.decode_ts, 1),
             _num(s.prefill_ts, 1),
-            "-" if s.ppl is None else f"{s.ppl:.3f} {_pm()} {s.ppl_se:.3f}",
+            "-" if s.ppl is None else f"{s.ppl:.3f}{_pm()}{s.ppl_se:.3f}",
             _num(s.kld, 5),
             "-" if s.top1 is None else f"{100 * s.top1:.1f} %",
         )
-    console.print(f"{res.model}: KV cache at {plan['n_ctx']} tokens, speed after {plan['n_depth']} tokens")
-    console.print(t)
+    console.print(
+        f"{res.model}: KV cache at {plan['n_ctx']} tokens, speed after {plan['n_depth']} tokens", soft_wrap=True
+    )
+    _print(console, t)
     floor = next((s.kld_floor for s in res.summaries if s.kld_floor is not None), None)
     tell = typer.echo
     tell(f"text: {res.text}, {plan['chunks']} chunks of {plan['ppl_ctx']} tokens", err=True)
@@ -337,7 +348,7 @@ def models_list(as_json: bool = typer.Option(False, "--json", help="JSON on stdo
     for r in rows:
         where = str(r["path"]) if r["pulled"] else "not pulled"
         t.add_row(str(r["name"]), f"{int(str(r['size'])) / 1e6:.0f}", str(r["licence"]), where)
-    _console().print(t)
+    _print(_console(), t)
 
 
 @models_app.command("pull")
