@@ -90,12 +90,22 @@ def _stored(k: str, v: str) -> str:
     return f"{k or '-'}/{v or '-'}"
 
 
+def _which_model(argument: Optional[str], option: Optional[str], default: Optional[str] = None) -> str:
+    if argument is not None and option is not None:
+        raise UsageError("--model: the model was given twice, as an argument and as an option")
+    name = argument or option or default
+    if name is None:
+        raise UsageError(f"no model was given: write the path of a GGUF file, or one of {', '.join(models.REGISTRY)}")
+    return name
+
+
 # ---- memory
 
 
 @app.command()
 def memory(
-    model: str = typer.Argument(..., help="GGUF file or name of a pulled model."),
+    model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model."),
+    model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The same as an option."),
     kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
     kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
     kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
@@ -111,7 +121,7 @@ def memory(
 
     Without a policy: a table of the usual ones. With one that differs by layer, or with --per-layer: one line a layer.
     """
-    path = models.resolve(model)
+    path = models.resolve(_which_model(model, model_opt))
     shape = ModelShape.from_gguf(path)
     given = kvq is not None or kvq_key is not None or kvq_val is not None
     quants: List[Tuple[str, KVQuant]] = []
@@ -209,9 +219,7 @@ def compare(
     """Measure configurations side by side: KV memory, speed, perplexity and KL divergence; table, files, chart."""
     from kvsplit import compare as cmp
 
-    if model is not None and model_opt is not None:
-        raise UsageError("--model: the model was given twice, as an argument and as an option")
-    path = models.resolve(model or model_opt or "smollm2")
+    path = models.resolve(_which_model(model, model_opt, "smollm2"))
     configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
     with _Steps() as steps:
@@ -297,8 +305,10 @@ def show(res: Any) -> None:
 
 @app.command()
 def run(
-    model: str = typer.Argument(..., help="GGUF file or name of a pulled model."),
+    model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model."),
     prompt: Optional[str] = typer.Argument(None, help="Prompt; without one a conversation begins."),
+    model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The model as an option."),
+    prompt_opt: Optional[str] = typer.Option(None, "--prompt", "-p", help="The prompt as an option."),
     kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
     kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
     kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
@@ -309,7 +319,12 @@ def run(
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the model's chat template."),
 ) -> None:
     """Generate text with the packaged llama-completion. What follows `--` goes to it as it is."""
-    path = models.resolve(model)
+    if model is not None and model_opt is not None and prompt is None:
+        model, prompt = None, model  # the one argument is the prompt
+    if prompt is not None and prompt_opt is not None:
+        raise UsageError("--prompt: the prompt was given twice, as an argument and as an option")
+    prompt = prompt if prompt_opt is None else prompt_opt
+    path = models.resolve(_which_model(model, model_opt))
     q = KVQuant.parse(kvq, key=kvq_key, val=kvq_val)
     try:
         shape = ModelShape.from_gguf(path)

@@ -216,5 +216,8 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
     assert res.returncode == 7
     assert json.loads(res.stdout) == ["-m", str(path), "--kvq", "8", "-c", "300", "-p", "a b", "-n", "5", "-no-cnv",
                                       "--temp", "0", "--", "x"]  # fmt: skip
+    for args in (["--model", path, "-p", "a b"], ["-m", path, "a b"], [path, "--prompt", "a b"]):
+        res = cli("run", *args, env={"KVSPLIT_NATIVE_DIR": str(fake.parent)})
+        assert json.loads(res.stdout)[:4] == ["-m", str(path), "-p", "a b"]
     res = cli("run", path, "hi", "--kvq", "k6v4")
     assert res.returncode == 2 and "32 16 8 5 4" in _one_line(res)

@@ -72,7 +72,11 @@ for line in sys.stdin:
 
 def test_every_architecture(tool: Callable[[str], Path], tmp_path: Path) -> None:
     made = subprocess.run(
-        [str(tool("test-llama-archs")), "-o", str(tmp_path)], capture_output=True, text=True, errors="replace", check=False
+        [str(tool("test-llama-archs")), "-o", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     files = sorted(tmp_path.glob("*.gguf"))
     assert len(files) > 100, made.stderr[-2000:]
