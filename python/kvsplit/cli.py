@@ -27,7 +27,6 @@ from kvsplit.policy import KVQuant
 app = typer.Typer(
     name="kvsplit",
     help="Keys and values of the KV cache, each with a width of its own.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -209,7 +208,7 @@ def compare(
     ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens for the memory figure (8192)."),
     text: Optional[Path] = typer.Option(None, "--text", help="UTF-8 text to evaluate on."),
     ppl_ctx: Optional[int] = typer.Option(None, "--ppl-ctx", min=16, help="Tokens of a chunk (2048, or less)."),
-    chunks: Optional[int] = typer.Option(None, "--chunks", min=1, help="Chunks (8, or 4 when quick)."),
+    chunks: Optional[int] = typer.Option(None, "--chunks", min=1, help="Chunks (8, or 3 when quick)."),
     repeat: Optional[int] = typer.Option(None, "--repeat", min=1, help="Samples of each speed (5, or 3 when quick)."),
     threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads."),
     quick: bool = typer.Option(False, "--quick", help="A small run of a few minutes."),
@@ -525,8 +524,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         args = args[:at]
     debug = os.environ.get("KVSPLIT_DEBUG", "") not in ("", "0")
     try:
-        res = app(args=args, prog_name="kvsplit", standalone_mode=False)
-        return res if isinstance(res, int) else 0
+        res = app(args=args or ["--help"], prog_name="kvsplit", standalone_mode=False)
+        code = res if isinstance(res, int) else 0
+        return code if args else 2
     except typer.Exit as e:
         return int(e.exit_code)
     except (typer.Abort, KeyboardInterrupt):

@@ -33,7 +33,7 @@ class Options:
         n_ctx: tokens for the memory figure; None means 8192, or what the model was trained for if less.
         text: evaluation text; None means the one that every Python carries.
         ppl_ctx: tokens of a chunk; None means 2048, or less if model or text need it.
-        chunks: chunks; None means 8, or 4 when quick.
+        chunks: chunks; None means 8, or 3 when quick.
         rounds: samples of a speed; None means 5, or 3 when quick.
         n_threads: threads; None lets the tools choose.
         quick: a small run of a few minutes.
@@ -137,7 +137,7 @@ def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, bench.B
     depth = max(0, min(depth, trained - n_prompt - n_gen))
     speed = bench.BenchPlan(n_prompt, n_gen, depth, o.rounds or (3 if o.quick else 5), o.n_threads)
 
-    ppl_ctx, chunks = o.ppl_ctx, o.chunks or (4 if o.quick else 8)
+    ppl_ctx, chunks = o.ppl_ctx, o.chunks or (3 if o.quick else 8)
     if ppl_ctx is None:
         ppl_ctx = min(512 if o.quick else 2048, trained)
         # English takes about four bytes a token; leave room for every chunk
