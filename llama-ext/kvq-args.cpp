@@ -11,6 +11,14 @@
 #include <cstring>
 #include <stdexcept>
 
+#ifdef _WIN32
+#include <io.h>
+#define isatty _isatty
+#define fileno _fileno
+#else
+#include <unistd.h>
+#endif
+
 // the C API is all that libllama exports
 static ggml_type parse_spec(const std::string & spec) {
     const ggml_type res = kvq_type_from_spec(spec.c_str());
@@ -122,6 +130,9 @@ void kvq_print(const llama_context * ctx, const char * who) {
     // the lines start with "kvq:"
     for (size_t at = 0; at < text.size(); at = text.find('\n', at) + 1) {
         text.insert(at + strlen("kvq"), *who ? std::string(" ") + who : "");
+    }
+    if (isatty(fileno(stderr))) {
+        fputs("\r\033[K", stderr); // a spinner may stand there
     }
     fputs(text.c_str(), stderr);
     fflush(stderr);
