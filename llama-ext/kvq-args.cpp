@@ -119,6 +119,51 @@ std::vector<common_arg> kvq_arg_list() {
     return res;
 }
 
+void kvq_yield(std::map<common_arg, std::string> & options, const std::map<common_arg, std::string> & nearer) {
+    static const struct { const char * preset; const char * spec[2]; const char * type[2]; } names[] = {
+        { "--kvq",       { "--kvq-key",       "--kvq-val"       }, { "--cache-type-k",       "--cache-type-v"       } },
+        { "--kvq-draft", { "--kvq-key-draft", "--kvq-val-draft" }, { "--cache-type-k-draft", "--cache-type-v-draft" } },
+    };
+    const auto find = [](const auto & opts, const char * name) {
+        return std::find_if(opts.begin(), opts.end(), [&](const auto & opt) {
+            return std::any_of(opt.first.args.begin(), opt.first.args.end(), [&](const char * arg) { return !strcmp(arg, name); });
+        });
+    };
+    const auto has   = [&](const auto & opts, const char * name) { return find(opts, name) != opts.end(); };
+    const auto erase = [&](const char * name) {
+        if (has(options, name)) {
+            options.erase(find(options, name));
+        }
+    };
+    for (const auto & n : names) {
+        bool chosen[2];
+        for (int side = 0; side < 2; side++) {
+            chosen[side] = has(nearer, n.preset) || has(nearer, n.spec[side]) || has(nearer, n.type[side]);
+            if (chosen[side]) {
+                erase(n.spec[side]);
+                erase(n.type[side]);
+            }
+        }
+        const auto preset = find(options, n.preset);
+        if (preset == options.end() || (!chosen[0] && !chosen[1])) {
+            continue;
+        }
+        // the side that stays open keeps the preset's type
+        const auto types = parse_preset(preset->second);
+        const ggml_type type[2] = { types.first, types.second };
+        for (int side = 0; side < 2; side++) {
+            if (!chosen[side] && !has(options, n.spec[side])) {
+                for (const auto & arg : kvq_arg_list()) {
+                    if (!strcmp(arg.args[0], n.spec[side])) {
+                        options[arg] = kvq_type_name(type[side]);
+                    }
+                }
+            }
+        }
+        erase(n.preset);
+    }
+}
+
 bool kvq_bare_flash_attn(const std::string & arg, const char * next) {
     return (arg == "-fa" || arg == "--flash-attn") && (!next || next[0] == '-');
 }

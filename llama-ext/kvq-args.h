@@ -6,6 +6,7 @@
 
 #include "kvq.h"
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +39,9 @@ private:
 
 // Sets a cache type that upstream's own flag asked for. It is remembered as asked for even if it is the default.
 void kvq_arg_type(common_params & params, kvq_side side, const char * flag, ggml_type type);
+
+// Takes away from a preset's options what the options of a nearer one, about to be merged into it, choose too.
+void kvq_yield(std::map<common_arg, std::string> & options, const std::map<common_arg, std::string> & nearer);
 
 // The options to add to every tool that takes cache types.
 std::vector<common_arg> kvq_arg_list();

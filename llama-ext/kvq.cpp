@@ -465,6 +465,68 @@ std::string check_head(const char * side, ggml_type type, uint32_t n_head, uint3
         " of layer " + std::to_string(il) + "; use " + flag + " 16";
 }
 
+double memory_of(ggml_backend_dev_t dev) {
+    size_t free  = 0;
+    size_t total = 0;
+    if (dev) {
+        ggml_backend_dev_memory(dev, &free, &total);
+    }
+    return double(total);
+}
+
+// total: what there is; 0: an allocation failed
+std::string too_large(double n_bytes, double n_values, const char * where, double total) {
+    const double mib = 1024.0*1024.0;
+    std::string narrower;
+    for (const char * preset : { "k8v8", "k8v4", "k4v4" }) {
+        ggml_type type_k;
+        ggml_type type_v;
+        kvq_parse_preset(preset, type_k, type_v);
+        const auto bytes_per_value = [](ggml_type handle) {
+            const ggml_type type = spec_of(handle).type;
+            return double(ggml_type_size(type))/ggml_blck_size(type);
+        };
+        const double n = n_values*(bytes_per_value(type_k) + bytes_per_value(type_v))/2.0;
+        if (n < 0.95*n_bytes && (total == 0 || n <= total)) {
+            narrower += format("%s--kvq %s (%.2f MiB)", narrower.empty() ? "" : ", ", preset, n/mib);
+        }
+    }
+    return format("the KV cache needs %.2f MiB of %s memory, ", n_bytes/mib, where) +
+        (total > 0 ? format("more than there is (%.2f MiB)", total/mib) : std::string("and the allocation failed")) +
+        ": use a smaller context (-c)" + (narrower.empty() ? "" : " or narrower types: ") + narrower;
+}
+
+// Refuses a context that no memory can hold before anything is made for it: the kernel may promise host
+// memory that it does not have, and kill the process that touches it.
+void check_size(const llama_model & model, const llama_context_params & params, const std::vector<uint32_t> & layers,
+        const std::vector<ggml_type> & types_k, const std::vector<ggml_type> & types_v) {
+    const auto & hparams = model.hparams;
+    const double n_cells = params.n_ctx ? params.n_ctx : hparams.n_ctx_train;
+
+    double n_bytes  = 0;
+    double n_values = 0;
+    for (size_t i = 0; i < layers.size(); i++) {
+        const uint32_t il = layers[i];
+        if (hparams.is_swa(il)) {
+            continue; // has fewer cells
+        }
+        const int64_t n_k = hparams.n_embd_k_gqa(il);
+        const int64_t n_v = hparams.is_mla() ? 0 : hparams.n_embd_v_gqa(il);
+        n_bytes  += n_cells*(ggml_row_size(types_k[i], n_k) + ggml_row_size(types_v[i], n_v));
+        n_values += n_cells*(n_k + n_v);
+    }
+
+    double total = memory_of(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
+    for (const auto & dev : model.devices) {
+        total += memory_of(dev.dev);
+    }
+    // a measuring context allocates no tensors, but the book-keeping of its cells, about 64 bytes each
+    const double needed = hparams.no_alloc ? 64*n_cells : n_bytes;
+    if (total > 0 && needed > total) {
+        throw std::runtime_error(too_large(n_bytes, n_values, "the machine's", total));
+    }
+}
+
 void settle(const llama_model & model, llama_context_params & params) {
     const auto & hparams = model.hparams;
     const bool   mtp     = params.ctx_type == LLAMA_CONTEXT_TYPE_MTP;
@@ -518,6 +580,7 @@ void settle(const llama_model & model, llama_context_params & params) {
         LLAMA_LOG_INFO("%s: flash attention turned on: quantized values need it\n", __func__);
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
+    check_size(model, params, layers, resolved[0], resolved[1]);
 }
 
 } // namespace
@@ -544,46 +607,20 @@ void kvq_check_shared(const llama_model & model, ggml_type type, uint32_t il, co
 }
 
 void kvq_check_alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, bool failed) {
-    size_t n_bytes  = 0;
-    size_t n_values = 0;
+    double n_bytes  = 0;
+    double n_values = 0;
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
         if (!t->view_src) {
             n_bytes  += ggml_nbytes(t);
             n_values += ggml_nelements(t);
         }
     }
-
-    // the kernel may promise host memory that it does not have, and kill the process that touches it
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
     if (!dev && ggml_backend_buft_is_host(buft)) {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
-    size_t free  = 0;
-    size_t total = 0;
-    if (dev) {
-        ggml_backend_dev_memory(dev, &free, &total);
+    const double total = memory_of(dev);
+    if (failed || (total > 0 && n_bytes > total)) {
+        throw std::runtime_error(too_large(n_bytes, n_values, ggml_backend_buft_name(buft), failed ? 0 : total));
     }
-    if (!failed && (total == 0 || n_bytes <= total)) {
-        return;
-    }
-
-    const double mib = 1024.0*1024.0;
-    std::string narrower;
-    for (const char * preset : { "k8v8", "k8v4", "k4v4" }) {
-        ggml_type type_k;
-        ggml_type type_v;
-        kvq_parse_preset(preset, type_k, type_v);
-        const auto bytes_per_value = [](ggml_type handle) {
-            const ggml_type type = spec_of(handle).type;
-            return double(ggml_type_size(type))/ggml_blck_size(type);
-        };
-        const double n = n_values*(bytes_per_value(type_k) + bytes_per_value(type_v))/2.0;
-        if (n < 0.95*n_bytes) {
-            narrower += format("%s--kvq %s (%.2f MiB)", narrower.empty() ? "" : ", ", preset, n/mib);
-        }
-    }
-    throw std::runtime_error(format("the KV cache needs %.2f MiB of %s memory, %s%s: use a smaller context (-c)%s%s", n_bytes/mib,
-        ggml_backend_buft_name(buft), failed ? "and the allocation failed" : "more than there is",
-        failed || !total ? "" : format(" (%.2f MiB)", total/mib).c_str(),
-        narrower.empty() ? "" : " or narrower types: ", narrower.c_str()));
 }
