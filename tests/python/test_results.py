@@ -294,3 +294,19 @@ def test_styles_tell_configurations_apart() -> None:
     looks = [(s.color, s.marker) for s in plots._STYLES.values()]
     assert len(set(looks)) == len(looks)
     assert len({c for c, _ in looks}) == len(looks)
+
+
+def test_the_recorded_command_has_no_folders_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [
+        "/opt/x/bin/kvsplit",
+        "compare",
+        "/home/me/m.gguf",
+        "--text=/home/me/t.txt",
+        "--out",
+        "here/out",
+        "-c",
+        "4096",
+    ]
+    monkeypatch.setattr("sys.argv", argv)
+    expected = ["kvsplit", "compare", "m.gguf", "--text=t.txt", "--out", "here/out", "-c", "4096"]
+    assert compare.command_line() == expected
