@@ -120,14 +120,18 @@ void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sch
     }
 
     // where a layer's attention runs: the fused node, else the product of keys and queries. The scheduler
-    // may have put a copy in the place of the cache, so that product is known by the name of its source.
+    // may have put a copy in the place of the cache, so a node is known by the name of its source.
     std::map<int, std::pair<bool, const char *>> where;
     for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
         ggml_tensor * node = ggml_graph_node(gf, i);
-        const char * at = node->op == GGML_OP_MUL_MAT ? strstr(node->src[0]->name, "cache_") : nullptr;
+        const bool fused = node->op == GGML_OP_FLASH_ATTN_EXT;
+        if (!fused && node->op != GGML_OP_MUL_MAT) {
+            continue;
+        }
+        const char * at = strstr(node->src[fused ? 1 : 0]->name, "cache_");
         const int    il = at ? layer_of(at, 'k') : -1;
         if (il >= 0) {
-            where[il] = { false, backend_name(sched, node) };
+            where[il] = { fused, backend_name(sched, node) };
         }
     }
     for (const auto & node : res.get_fused_nodes()) {
@@ -241,8 +245,12 @@ static std::string describe(const llama_context * ctx) {
         lines += l.rot_k || l.rot_v ? "; rotation " + rotated("K", l.rot_k) + ", " + rotated("V", l.rot_v) : std::string("; rotation none");
 
         const bool one = strcmp(l.backend_prefill, l.backend_decode) == 0;
-        lines += format("; %s on %s", l.fused ? "flash attention" : "attention", l.backend_prefill);
-        lines += one ? std::string("\n") : format(" for prompts, on %s for decoding\n", l.backend_decode);
+        // an architecture with attention of its own, or an indexer, has no node that is known to be it
+        if (strcmp(l.backend_prefill, "none") != 0) {
+            lines += format("; %s on %s", l.fused ? "flash attention" : "attention", l.backend_prefill);
+            lines += one ? "" : format(" for prompts, on %s for decoding", l.backend_decode);
+        }
+        lines += "\n";
 
         for (const char * backend : { l.backend_prefill, one ? l.backend_prefill : l.backend_decode }) {
             if (strcmp(backend, l.backend_expect) != 0 && strcmp(backend, "none") != 0) {

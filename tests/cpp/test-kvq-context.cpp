@@ -12,12 +12,16 @@
 // of the next-token distributions.
 
 #include "kvq.h"
+#include "kvq-policy.h"
 #include "llama.h"
+
+#include "ggml.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -230,6 +234,25 @@ int main(int argc, char ** argv) {
         ref_alone.push_back(alone(c, s));
     }
     printf("f16: a third of the prompt removed %g, another prompt %g\n", kld(ref_unshifted, ref_shifted), kld(ref_alone[0], ref_alone[1]));
+
+    // a draft that uses the target's cells can't have types of its own: no small model does, so by hand
+    {
+        ggml_context * ctx = ggml_init({ ggml_tensor_overhead(), nullptr, true });
+        const ggml_tensor * f16 = ggml_new_tensor_1d(ctx, GGML_TYPE_F16, 32);
+        const auto refused = [&](ggml_type type) {
+            try {
+                kvq_check_shared(*model, type, 0, f16);
+                return false;
+            } catch (const std::exception &) {
+                return true;
+            }
+        };
+        check( refused(kvq_type_from_spec("8")),        "a draft's own type for shared cells is taken");
+        check( refused(kvq_type_from_spec("16,0=8")),   "a draft's own type for a shared layer is taken");
+        check(!refused(kvq_type_from_spec("16")),       "the target's type, asked for by the draft, is refused");
+        check(!refused(GGML_TYPE_F16),                  "a draft that asks for nothing is refused");
+        ggml_free(ctx);
+    }
 
     for (size_t i_policy = 0; i_policy < policies.size(); i_policy++) {
         const auto & [k, v] = policies[i_policy];
