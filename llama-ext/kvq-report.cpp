@@ -101,11 +101,20 @@ void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sch
             layer.backend_decode  = "none";
             layer.backend_expect  = cparams.offload_kqv ? ggml_backend_dev_name(model.dev_layer(il_k)) : "CPU";
 
-            const auto at = std::upper_bound(layers.begin(), layers.end(), layer,
-                [](const kvq_layer & a, const kvq_layer & b) { return a.il < b.il; });
+            // a layer's own cache stands before its indexer's
+            const auto less = [](const kvq_layer & a, const kvq_layer & b) { return a.il < b.il; };
+            const auto at   = main ? std::lower_bound(layers.begin(), layers.end(), layer, less) :
+                                     std::upper_bound(layers.begin(), layers.end(), layer, less);
             k.insert(k.begin() + (at - layers.begin()), cache);
             layers.insert(at, layer);
         }
+    }
+    for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
+        ggml_tensor * node = ggml_graph_node(gf, i);
+        if (node->op != GGML_OP_SET_ROWS) {
+            continue;
+        }
+        const ggml_tensor * cache = root(node);
 
         const int il_v = layer_of(cache->name, 'v');
         for (auto & layer : layers) {
@@ -244,7 +253,7 @@ static std::string describe(const llama_context * ctx) {
         lines += format("; layer%s %s; %.2f MiB", k.index.size() > 1 ? "s" : "", ranges(k.index).c_str(), k.bytes/mib);
         lines += l.rot_k || l.rot_v ? "; rotation " + rotated("K", l.rot_k) + ", " + rotated("V", l.rot_v) : std::string("; rotation none");
 
-        const bool one = strcmp(l.backend_prefill, l.backend_decode) == 0;
+        const bool one = strcmp(l.backend_prefill, l.backend_decode) == 0 || strcmp(l.backend_decode, "none") == 0;
         // an architecture with attention of its own, or an indexer, has no node that is known to be it
         if (strcmp(l.backend_prefill, "none") != 0) {
             lines += format("; %s on %s", l.fused ? "flash attention" : "attention", l.backend_prefill);
