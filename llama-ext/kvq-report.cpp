@@ -218,6 +218,7 @@ static std::string describe(const llama_context * ctx) {
     // one line per distinct kind, in the order of its first layer
     struct kind {
         kvq_layer            first;
+        bool                 indexer; // a second cache of a layer: the keys of a sparse attention's indexer
         std::vector<int32_t> index;
         uint64_t             bytes;
     };
@@ -231,10 +232,12 @@ static std::string describe(const llama_context * ctx) {
     std::vector<kind> kinds;
     uint64_t bytes     = 0;
     double   bytes_f16 = 0;
-    for (const auto & layer : layers) {
-        auto it = std::find_if(kinds.begin(), kinds.end(), [&](const kind & k) { return same(k.first, layer); });
+    for (size_t i = 0; i < layers.size(); i++) {
+        const kvq_layer & layer   = layers[i];
+        const bool        indexer = i > 0 && layers[i - 1].il == layer.il;
+        auto it = std::find_if(kinds.begin(), kinds.end(), [&](const kind & k) { return k.indexer == indexer && same(k.first, layer); });
         if (it == kinds.end()) {
-            it = kinds.insert(kinds.end(), { layer, {}, 0 });
+            it = kinds.insert(kinds.end(), { layer, indexer, {}, 0 });
         }
         it->index.push_back(layer.index);
         it->bytes += layer.bytes_k + layer.bytes_v;
@@ -249,7 +252,7 @@ static std::string describe(const llama_context * ctx) {
         const kvq_layer & l = k.first;
 
         lines += format("kvq: K %s (%.4g bits)", ggml_type_name(l.type_k), bits(l.type_k));
-        lines += l.type_v == GGML_TYPE_COUNT ? std::string(", V within K's rows") : format(", V %s (%.4g bits)", ggml_type_name(l.type_v), bits(l.type_v));
+        lines += k.indexer ? std::string(" of the indexer") : l.type_v == GGML_TYPE_COUNT ? std::string(", V within K's rows") : format(", V %s (%.4g bits)", ggml_type_name(l.type_v), bits(l.type_v));
         lines += format("; layer%s %s; %.2f MiB", k.index.size() > 1 ? "s" : "", ranges(k.index).c_str(), k.bytes/mib);
         lines += l.rot_k || l.rot_v ? "; rotation " + rotated("K", l.rot_k) + ", " + rotated("V", l.rot_v) : std::string("; rotation none");
 
