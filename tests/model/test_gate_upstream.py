@@ -22,7 +22,7 @@ PROMPTS = {
     "short": "The capital of France is",
     "code": "def fibonacci(n):\n    ",
     # several batches of 512 tokens, and beyond the window of 512 that Gemma's layers slide
-    "long": "".join(SENTENCE.format(i, 7 * i % 31, i % 5) for i in range(1, 61)) + "In short, the story is about",
+    "long": "".join(SENTENCE.format(i, 7 * i % 31, i % 5) for i in range(1, 41)) + "In short, the story is about",
 }
 
 
