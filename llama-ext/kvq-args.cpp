@@ -217,19 +217,6 @@ void kvq_bench::finish(std::vector<ggml_type> & type_k, std::vector<ggml_type> &
         return std::any_of(types.begin(), types.end(), [](ggml_type t) { return t >= GGML_TYPE_KVQ_POLICY; });
     };
     try {
-        const bool on_line = !presets.empty() || !keys.empty() || !vals.empty() || asked(type_k) || asked(type_v);
-        for (const char * flag : { "--kvq", "--kvq-key", "--kvq-val" }) {
-            std::string name = std::string("LLAMA_ARG_") + (flag + 2);
-            std::transform(name.begin(), name.end(), name.begin(), [](char c) { return c == '-' ? '_' : char(toupper(c)); });
-            const char * value = getenv(name.c_str());
-            if (value && !on_line) {
-                try {
-                    add(flag, value);
-                } catch (const std::exception & e) {
-                    throw std::invalid_argument(name + ": " + e.what());
-                }
-            }
-        }
         if ((!presets.empty() || !keys.empty()) && asked(type_k)) {
             throw std::invalid_argument(std::string(keys.empty() ? "--kvq" : "--kvq-key") +
                 " and --cache-type-k both choose the cache type of the keys: give one of them");
@@ -237,6 +224,37 @@ void kvq_bench::finish(std::vector<ggml_type> & type_k, std::vector<ggml_type> &
         if ((!presets.empty() || !vals.empty()) && asked(type_v)) {
             throw std::invalid_argument(std::string(vals.empty() ? "--kvq" : "--kvq-val") +
                 " and --cache-type-v both choose the cache type of the values: give one of them");
+        }
+
+        // the environment has what the command line leaves open, each side for itself
+        kvq_bench env;
+        for (const char * flag : { "--kvq", "--kvq-key", "--kvq-val" }) {
+            std::string name = std::string("LLAMA_ARG_") + (flag + 2);
+            std::transform(name.begin(), name.end(), name.begin(), [](char c) { return c == '-' ? '_' : char(toupper(c)); });
+            if (const char * value = getenv(name.c_str())) {
+                try {
+                    env.add(flag, value);
+                } catch (const std::exception & e) {
+                    throw std::invalid_argument(name + ": " + e.what());
+                }
+            }
+        }
+        const bool open_k = presets.empty() && keys.empty() && !asked(type_k);
+        const bool open_v = presets.empty() && vals.empty() && !asked(type_v);
+        if (open_k && open_v) {
+            presets = env.presets; // the pairs of a preset stay together
+        }
+        if (open_k) {
+            keys = env.keys;
+            for (size_t i = 0; i < env.presets.size() && !open_v && env.keys.empty(); i++) {
+                keys.push_back(env.presets[i].first);
+            }
+        }
+        if (open_v) {
+            vals = env.vals;
+            for (size_t i = 0; i < env.presets.size() && !open_k && env.vals.empty(); i++) {
+                vals.push_back(env.presets[i].second);
+            }
         }
     } catch (const std::exception & e) {
         fprintf(stderr, "error: %s\n", e.what());

@@ -59,7 +59,7 @@ struct kvq_bench {
     // takes one of our flags and its value; throws std::invalid_argument
     bool parse(const std::string & arg, int argc, char ** argv, int & i);
 
-    // Fills pairs, and type_k, type_v with the types in them. Takes the environment if no flag was given.
+    // Fills pairs, and type_k, type_v with the types in them. A side that no flag chose is the environment's.
     // Exits with 1 on a contradiction or a malformed environment variable.
     void finish(std::vector<ggml_type> & type_k, std::vector<ggml_type> & type_v);
 

@@ -423,8 +423,13 @@ static const char * const KVQ_META[2] = { "kvq.key", "kvq.val" };
 void kvq_model_load(const llama_model_loader & ml, std::unordered_map<std::string, std::string> & gguf_kv) {
     for (const char * key : KVQ_META) {
         const auto it = ml.kv_overrides.find(key);
-        if (it != ml.kv_overrides.end() && it->second.tag == LLAMA_KV_OVERRIDE_TYPE_STR) {
-            gguf_kv[key] = it->second.val_str;
+        if (it == ml.kv_overrides.end()) {
+            continue;
+        }
+        switch (it->second.tag) {
+            case LLAMA_KV_OVERRIDE_TYPE_STR: gguf_kv[key] = it->second.val_str;                 break;
+            case LLAMA_KV_OVERRIDE_TYPE_INT: gguf_kv[key] = std::to_string(it->second.val_i64); break;
+            default:                         gguf_kv[key] = "neither text nor whole number";    break; // refused later
         }
     }
 }
