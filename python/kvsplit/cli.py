@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -508,6 +510,14 @@ def _usage(e: Any) -> int:
     return _fail(f"{e.format_message().rstrip('.')}{hint}", int(e.exit_code))
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: tools that run are ended and temporary files removed, as after Ctrl-C."""
+
+
+def _on_sigterm(signum: int, frame: object) -> None:
+    raise _Terminated
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line and return its exit code; errors become one line on stderr.
 
@@ -523,12 +533,16 @@ def main(argv: Optional[List[str]] = None) -> int:
         _passed_on.extend(args[at + 1 :])
         args = args[:at]
     debug = os.environ.get("KVSPLIT_DEBUG", "") not in ("", "0")
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _on_sigterm) if in_main else None
     try:
         res = app(args=args or ["--help"], prog_name="kvsplit", standalone_mode=False)
         code = res if isinstance(res, int) else 0
         return code if args else 2
     except typer.Exit as e:
         return int(e.exit_code)
+    except _Terminated:
+        return _fail("terminated", 143)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except KVSplitError as e:
@@ -545,6 +559,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         if debug:
             raise
         return _fail(f"{type(e).__name__}: {e} (KVSPLIT_DEBUG=1 shows where)", 1)
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

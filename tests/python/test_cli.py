@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable
 
+import psutil
 import pytest
 
 import kvsplit
@@ -221,3 +223,31 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
         assert json.loads(res.stdout)[:4] == ["-m", str(path), "-p", "a b"]
     res = cli("run", path, "hi", "--kvq", "k6v4")
     assert res.returncode == 2 and "32 16 8 5 4" in _one_line(res)
+
+
+def test_sigterm_ends_like_ctrl_c(repo: Path) -> None:
+    """Nothing temporary is left, and no tool runs on."""
+    code = """if True:
+        import subprocess, sys, tempfile
+        from kvsplit import cli, tools
+
+        def app(**kw):
+            with tempfile.TemporaryDirectory() as d:
+                print(d, flush=True)
+                tools.run_command(["sleep", "600"], "sleep")
+
+        cli.app = app
+        sys.exit(cli.main(["anything"]))
+    """
+    env = {**os.environ, "PYTHONPATH": str(repo / "python")}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as proc:
+        assert proc.stdout is not None
+        folder = Path(proc.stdout.readline().strip())
+        assert folder.is_dir()
+        time.sleep(0.5)
+        children = psutil.Process(proc.pid).children()
+        assert children
+        proc.terminate()
+        assert proc.wait(30) == 143
+        assert not folder.exists()
+        assert not psutil.wait_procs(children, timeout=10)[1]
