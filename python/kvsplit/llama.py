@@ -7,6 +7,7 @@ Importing this module loads the native library.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
@@ -24,6 +25,7 @@ from kvsplit.errors import (
     KVSplitError,
     ModelFileError,
     UnsupportedModelError,
+    UsageError,
 )
 from kvsplit.gguf_meta import check_model
 from kvsplit.memory import ModelShape, _shape, kv_memory
@@ -212,6 +214,32 @@ def _side(kvq: Optional[KVQuant], side: str, spec: Optional[SpecLike], plain: Op
     return None
 
 
+#: The library takes sizes as 32-bit numbers and would wrap larger ones without a word.
+_INT_MAX = 2**31 - 1
+
+
+def _check_arguments(model_path: Any, flash_attn: Any, sizes: Dict[str, Any]) -> None:
+    """Refuse what the bindings would take and misunderstand."""
+    if not isinstance(model_path, (str, os.PathLike)) or not os.fspath(model_path):
+        raise UsageError(
+            f"model_path: {model_path!r} names no file; give the path of a GGUF file or one of: "
+            f"{', '.join(models.REGISTRY)}"
+        )
+    for name, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
+        if name not in sizes:
+            continue
+        value = sizes[name]
+        try:
+            number = operator.index(value) if not isinstance(value, bool) else -1
+        except TypeError:
+            number = -1
+        if not least <= number <= _INT_MAX:
+            from_model = "; 0 takes what the model is made for" if name == "n_ctx" else ""
+            raise UsageError(f"{name}: {value!r} is no whole number from {least} to {_INT_MAX}{from_model}")
+    if flash_attn is not None and not isinstance(flash_attn, bool):
+        raise UsageError(f"flash_attn: {flash_attn!r} is neither True nor False; leave it out to have it where needed")
+
+
 class Llama(llama_cpp.Llama):
     """llama-cpp-python's ``Llama``; only what the KV cache is made of is new.
 
@@ -229,6 +257,8 @@ class Llama(llama_cpp.Llama):
     What isn't said comes from the model's own ``kvq.key`` and ``kvq.val`` metadata, else f16.
 
     Raises:
+        UsageError: model_path, n_ctx, n_batch, n_ubatch or flash_attn has a wrong type or is out of range
+            (a ValueError, as all of these).
         KVQuantError: kvq, kvq_key, kvq_val, type_k or type_v can't be understood (a ValueError).
         FlashAttentionError: quantized values with ``flash_attn=False``.
         HeadSizeError: the blocks of a type don't divide the model's head size.
@@ -251,6 +281,7 @@ class Llama(llama_cpp.Llama):
         **kwargs: Any,
     ) -> None:
         self._stack = contextlib.ExitStack()  # what close() needs, also when this is refused
+        _check_arguments(model_path, flash_attn, kwargs)
         preset = KVQuant.parse(kvq) if kvq is not None else None
         self._kvq_key = _side(preset, "key", kvq_key, type_k)
         self._kvq_val = _side(preset, "val", kvq_val, type_v)

@@ -21,6 +21,7 @@ from kvsplit.errors import (
     KVQuantError,
     KVSplitError,
     ModelFileError,
+    UsageError,
 )
 
 pytestmark = pytest.mark.native
@@ -197,3 +198,39 @@ def test_decodes(synth_model: Make) -> None:
 
     assert np.isfinite(llm.scores[38]).all()
     llm.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31, 2**32 + 256, 10**30, True, "256", None, 256.0])
+def test_n_ctx_that_is_no_size(synth_model: Make, bad: Any) -> None:
+    with pytest.raises(UsageError) as e:
+        kvsplit.Llama(synth_model(), verbose=False, n_ctx=bad)
+    assert isinstance(e.value, ValueError)
+    assert str(e.value).startswith("n_ctx: ") and repr(bad) in str(e.value)
+
+
+@pytest.mark.parametrize("argument", ["n_batch", "n_ubatch"])
+@pytest.mark.parametrize("bad", [0, -1, 2**31, 2**32 + 256, True, "32", None, 32.5])
+def test_batch_that_is_no_size(synth_model: Make, argument: str, bad: Any) -> None:
+    with pytest.raises(UsageError) as e:
+        kvsplit.Llama(synth_model(), verbose=False, n_ctx=256, **{argument: bad})
+    assert isinstance(e.value, ValueError)
+    assert str(e.value).startswith(f"{argument}: ") and repr(bad) in str(e.value)
+
+
+@pytest.mark.parametrize("bad", ["off", "on", "", 0, 1])
+def test_flash_attn_is_true_or_false(synth_model: Make, bad: Any) -> None:
+    with pytest.raises(UsageError, match="^flash_attn: .*True nor False") as e:
+        kvsplit.Llama(synth_model(), verbose=False, n_ctx=256, flash_attn=bad)
+    assert isinstance(e.value, ValueError) and repr(bad) in str(e.value)
+
+
+@pytest.mark.parametrize("bad", ["", None, 7])
+def test_model_path_that_names_nothing(bad: Any) -> None:
+    with pytest.raises(UsageError, match="^model_path: ") as e:
+        kvsplit.Llama(bad, verbose=False)
+    assert isinstance(e.value, ValueError)
+
+
+def test_smallest_sizes_are_taken(synth_model: Make) -> None:
+    kvsplit.Llama(synth_model(), verbose=False, n_ctx=256, n_batch=1, n_ubatch=1, flash_attn=False).close()
+    kvsplit.Llama(synth_model(), verbose=False, n_ctx=0, flash_attn=True).close()
