@@ -224,11 +224,15 @@ def compare(
     configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
     with _Steps() as steps:
-        res = cmp.run(path, opts, command=cmp.command_line(), step=steps.step)
+        res = cmp.run(path, opts, command=cmp.command_line(), step=steps.step, partial=_partial)
     if as_json:
         _json(res.to_json())
         return
     show(res)
+
+
+def _partial(path: Path) -> None:
+    typer.echo(f"what was measured until now stays in {path}", err=True)
 
 
 class _Steps:
@@ -345,6 +349,8 @@ def run(
     if prompt is not None:
         args += ["-p", prompt, "-n", str(n_predict)]
         args += ["-cnv", "-st"] if chat else ["-no-cnv"]
+    # warnings and the start line, no log around the text; `-- -lv 3` shows it
+    os.environ.setdefault("LLAMA_ARG_LOG_VERBOSITY", "2")
     code = tools.exec_tool("llama-completion", [*args, *_passed_on])
     if code:
         raise typer.Exit(code if code > 0 else 1)

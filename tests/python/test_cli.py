@@ -210,7 +210,10 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
     fake = tmp_path / "fake" / "bin"
     fake.mkdir(parents=True)
     script = fake / "llama-completion"
-    script.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\nsys.exit(7)\n")
+    script.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps(sys.argv[1:]))\n"
+        "print(os.environ['LLAMA_ARG_LOG_VERBOSITY'], file=sys.stderr)\nsys.exit(7)\n"
+    )
     script.chmod(0o755)
     path = synth_model()
     res = cli("run", path, "a b", "--kvq", 8, "-n", 5, "--ctx", 300, "--", "--temp", "0", "--", "x",
@@ -218,6 +221,9 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
     assert res.returncode == 7
     assert json.loads(res.stdout) == ["-m", str(path), "--kvq", "8", "-c", "300", "-p", "a b", "-n", "5", "-no-cnv",
                                       "--temp", "0", "--", "x"]  # fmt: skip
+    assert res.stderr == "2\n"  # no log around the text, unless the user wants one
+    res = cli("run", path, "a b", env={"KVSPLIT_NATIVE_DIR": str(fake.parent), "LLAMA_ARG_LOG_VERBOSITY": "4"})
+    assert res.stderr == "4\n"
     for args in (["--model", path, "-p", "a b"], ["-m", path, "a b"], [path, "--prompt", "a b"]):
         res = cli("run", *args, env={"KVSPLIT_NATIVE_DIR": str(fake.parent)})
         assert json.loads(res.stdout)[:4] == ["-m", str(path), "-p", "a b"]
