@@ -160,11 +160,11 @@ void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sch
 } // namespace
 
 void kvq_report::read(llama_context & ctx, ggml_backend_sched_t sched, const llama_memory_context_i * mctx,
-        uint32_t n_tokens, uint32_t n_seqs) {
+        uint32_t n_tokens, uint32_t n_seqs, uint32_t n_outputs) {
     layers.clear();
     k.clear();
     for (const bool prefill : { true, false }) {
-        if (mctx && ctx.graph_reserve(prefill ? n_tokens : n_seqs, n_seqs, n_seqs, mctx, true)) {
+        if (mctx && ctx.graph_reserve(prefill ? n_tokens : n_seqs, n_seqs, prefill ? n_outputs : n_seqs, mctx, true)) {
             read_graph(*this, ctx, sched, prefill);
         }
     }

@@ -363,7 +363,9 @@ static bool stores_kv(const llama_model & model, uint32_t il) {
     const auto & hparams = model.hparams;
     // every Falcon-H1 layer has both an attention cache and a recurrent state
     const bool recr = hparams.is_recr(il) && model.arch != LLM_ARCH_FALCON_H1;
-    return hparams.has_kv(il) && !recr && hparams.n_embd_k_gqa(il) > 0;
+    // nor has a feed-forward layer of Nemotron-H a cache, though its metadata may list KV heads for it
+    const bool ffn  = (model.arch == LLM_ARCH_NEMOTRON_H || model.arch == LLM_ARCH_NEMOTRON_H_MOE) && hparams.n_ff(il) > 0;
+    return hparams.has_kv(il) && !recr && !ffn && hparams.n_embd_k_gqa(il) > 0;
 }
 
 // Layers that a SLICE counts. No context holds both the trunk and the MTP layers, so each counts from 0,

@@ -251,6 +251,19 @@ int main(int argc, char ** argv) {
     }
     printf("f16: a third of the prompt removed %g, another prompt %g\n", kld(ref_unshifted, ref_shifted), kld(ref_alone[0], ref_alone[1]));
 
+    // the report reserves graphs of its own: every kind of output must still be possible
+    for (const auto pooling : { LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN, LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST, LLAMA_POOLING_TYPE_RANK }) {
+        llama_context_params params = llama_context_default_params();
+        params.n_ctx        = 512;
+        params.n_seq_max    = 2;
+        params.embeddings   = true;
+        params.pooling_type = pooling;
+        params.type_k       = kvq_type_from_spec("8");
+        llama_context * ctx = llama_init_from_model(model, params);
+        check(ctx && kvq_n_layer(ctx) == n_layer, "embeddings with pooling type " + std::to_string(pooling));
+        llama_free(ctx);
+    }
+
     // a draft that uses the target's cells can't have types of its own: no small model does, so by hand
     {
         ggml_context * ctx = ggml_init({ ggml_tensor_overhead(), nullptr, true });
