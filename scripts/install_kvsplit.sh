@@ -7,7 +7,8 @@
 set -euo pipefail
 
 usage() {
-    cat <<'TEXT'
+    local text
+    IFS= read -r -d '' text <<'TEXT' || true
 Usage: scripts/install_kvsplit.sh [OPTIONS]
 
 Builds the libraries and tools in build/, and installs the Python package.
@@ -22,11 +23,13 @@ Builds the libraries and tools in build/, and installs the Python package.
 
 Environment:
   PYTHON                     the Python to use (default: python3)
+  CC, CXX                    the compilers to use (default: cc, c++)
   KVSPLIT_CACHE_DIR          folder for downloads (default: the user's cache folder)
   KVSPLIT_LLAMA_CPP_SDIST    a local copy of the pinned source archive
 
 The log is build/install.log. Exit codes: 0 done, 1 a step failed, 2 usage, 3 something needed is missing.
 TEXT
+    printf '%s' "$text"
 }
 
 fail_usage() {
@@ -78,7 +81,21 @@ done
 [ -z "$demo" ] || [ "$mode" != none ] || fail_usage "--demo needs the Python package: not with --python none"
 [ -z "$demo" ] || [ -n "$model" ] || fail_usage "--demo needs the model: not with --no-model"
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+absent=
+for tool in env uname cat tail sed awk df ls mkdir date; do
+    command -v "$tool" >/dev/null 2>&1 || absent="$absent $tool"
+done
+if [ -n "$absent" ]; then
+    echo "error: not found on the PATH:$absent" >&2
+    echo "PATH is '${PATH:-}'. Add the system's folders: PATH=\"\$PATH:/usr/bin:/bin\" bash ${BASH_SOURCE[0]}" >&2
+    exit 3
+fi
+
+case "${BASH_SOURCE[0]}" in
+    */*) here="${BASH_SOURCE[0]%/*}" ;;
+    *) here=. ;;
+esac
+root="$(cd "${here:-/}/.." && pwd)"
 cd "$root"
 system="$(uname -s)"
 machine="$(uname -m)"
@@ -179,18 +196,67 @@ else
     get_cuda="install the CUDA toolkit and put its bin folder on the PATH"
 fi
 
-if [ -n "${CXX:-}" ]; then
-    command -v "${CXX%% *}" >/dev/null 2>&1 || lack "the C++ compiler that CXX names ($CXX)" "$get_compiler"
-elif ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1 && ! command -v clang++ >/dev/null 2>&1; then
-    lack "a C++ compiler" "$get_compiler"
-fi
+# try_compiler WHAT VARIABLE SUFFIX STANDARD SOURCE DEFAULT...
+# Compiles and links a small program with the compiler that VARIABLE names, else with the first default there is.
+# A compiler can be on the PATH and not work: no headers, no library, no licence.
+try_compiler() {
+    local what="$1" variable="$2" suffix="$3" standard="$4" source="$5" name said
+    local command
+    shift 5
+    name="${!variable:-}"
+    if [ -z "$name" ]; then
+        for name in "$@" ''; do
+            [ -z "$name" ] || ! command -v "$name" >/dev/null 2>&1 || break
+        done
+        if [ -z "$name" ]; then
+            lack "$what ($1)" "$get_compiler"
+            return 0
+        fi
+        command=("$name")
+    elif command -v "$name" >/dev/null 2>&1; then
+        command=("$name")
+    else
+        read -r -a command <<<"$name"  # a compiler with options, or behind ccache
+        if ! command -v "${command[0]:-}" >/dev/null 2>&1; then
+            lack "$what that $variable names ($name)" "$get_compiler"
+            return 0
+        fi
+        name="$variable=$name"
+    fi
+    mkdir -p build/compiler-check
+    printf '%s\n' "$source" > "build/compiler-check/try.$suffix"
+    : > "build/compiler-check/try-$suffix"
+    printf '+ %s\n' "${command[*]} $standard try.$suffix" >> "$log"
+    if ! said="$("${command[@]}" "$standard" "build/compiler-check/try.$suffix" -o "build/compiler-check/try-$suffix" 2>&1 </dev/null)" \
+        || [ ! -s "build/compiler-check/try-$suffix" ]; then
+        printf '%s\n' "$said" >> "$log"
+        lack "$what that works: $name can't compile a small program with $standard" "$get_compiler"
+        while IFS= read -r name; do
+            [ -z "$name" ] || show "               it said: $name"
+            break
+        done <<<"$said"
+    fi
+}
+try_compiler "a C++ compiler" CXX cpp -std=c++17 \
+    '#include <string>
+#include <optional>
+int main() { std::optional<std::string> s("x"); return s->size() == 1 ? 0 : 1; }' c++ g++ clang++
+try_compiler "a C compiler" CC c -std=c11 \
+    '#include <stdio.h>
+int main(void) { return puts("x") < 0; }' cc gcc clang
 command -v git >/dev/null 2>&1 || lack "git" "Debian, Ubuntu: sudo apt install git   macOS: xcode-select --install"
 [ -z "$cuda" ] || command -v nvcc >/dev/null 2>&1 || lack "nvcc, for --with-cuda" "$get_cuda"
 
 if ! command -v "$python" >/dev/null 2>&1; then
     lack "Python ($python)" "$get_python"
+elif ! python_version="$("$python" -c 'import platform; print(platform.python_version())' 2>>"$log" </dev/null)"; then
+    lack "a Python that works: $(command -v "$python") does not run Python code (the log is $log)" \
+        "$get_python, then leave PYTHON unset or name it: PYTHON=/path/to/python3 $0"
+elif case "$python_version" in [0-9]*.[0-9]*) false ;; esac then
+    lack "a Python that works: $(command -v "$python") is not Python" \
+        "$get_python, then leave PYTHON unset or name it: PYTHON=/path/to/python3 $0"
 elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1; then
-    lack "Python 3.9 or newer ($python is $("$python" -c 'import platform; print(platform.python_version())' 2>&1 | tail -1))" "$get_python"
+    lack "Python 3.9 or newer ($python is $python_version)" "$get_python"
 else
     python_machine="$("$python" -c 'import platform; print(platform.machine())')"
     on_arm="$(sysctl -n hw.optional.arm64 2>/dev/null || echo 0)"

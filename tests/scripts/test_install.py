@@ -13,7 +13,7 @@ from typing import Dict, List
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-BASICS = "bash env dirname pwd uname cat tail sed awk df ls mkdir date nproc head sh cut tr getconf".split()
+BASICS = "bash env pwd uname cat tail sed awk df ls mkdir date nproc head sh cut tr getconf".split()
 
 
 @pytest.fixture
@@ -45,6 +45,10 @@ def script(folder: Path, name: str, text: str) -> None:
         path.unlink()
     path.write_text("#!/bin/sh\n" + text + "\n")
     path.chmod(0o755)
+
+
+# A compiler that works: it writes the file that its last argument names.
+COMPILER = 'for last; do :; done; echo x > "$last"'
 
 
 def install(clone: Path, tools: Path, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -109,6 +113,68 @@ def test_old_python(clone: Path, tools: Path) -> None:
     assert "Python 3.9 or newer (python3 is 3.7.3)" in done.stdout
 
 
+@pytest.mark.parametrize("text", ["exit 1", "exit 0", "echo hello"])
+def test_python_that_is_none(clone: Path, tools: Path, text: str) -> None:
+    script(tools, "fake", text)
+    done = install(clone, tools, PYTHON=str(tools / "fake"))
+    assert done.returncode == 3
+    assert f"missing: a Python that works: {tools / 'fake'} " in done.stdout
+    assert "3.9 or newer" not in done.stdout, "its version is not what is wrong"
+    assert "PYTHON" in done.stdout
+
+
+@pytest.mark.parametrize("variable, name, what", [("CXX", "c++", "a C++ compiler"), ("CC", "cc", "a C compiler")])
+@pytest.mark.parametrize("text", ["echo 'try.x: no such header' >&2; exit 1", "exit 0"])
+def test_compiler_that_does_not_work(clone: Path, tools: Path, variable: str, name: str, what: str, text: str) -> None:
+    for good in ("cc", "c++"):
+        script(tools, good, COMPILER)
+    assert f"missing: {what}" not in install(clone, tools).stdout
+    script(tools, name, text)
+    done = install(clone, tools)
+    assert done.returncode == 3
+    assert f"missing: {what} that works: {name} can't compile" in done.stdout
+    assert "sudo apt install" in done.stdout
+    if "header" in text:
+        assert "it said: try.x: no such header" in done.stdout
+    script(tools, "other", COMPILER)
+    done = install(clone, tools, **{variable: "other -O2"})
+    assert f"missing: {what}" not in done.stdout, "the named compiler counts, options and all"
+    done = install(clone, tools, **{variable: "gone -O2"})
+    assert done.returncode == 3
+    assert f"missing: {what} that {variable} names (gone -O2)" in done.stdout
+
+
+def test_the_real_compilers_pass(clone: Path) -> None:
+    if not shutil.which("c++") or not shutil.which("cc"):
+        pytest.skip("no c++ and cc on the PATH")
+    done = install(clone, Path(os.environ["PATH"]), PYTHON="no-such-python")
+    assert done.returncode == 3
+    assert "missing: Python" in done.stdout and "compiler" not in done.stdout
+
+
+@pytest.mark.parametrize("folder", ["/", "scripts"])
+def test_empty_path(clone: Path, folder: str) -> None:
+    bash = shutil.which("bash")
+    assert bash
+    path = clone / "scripts" / "install_kvsplit.sh"
+    where = "/" if folder == "/" else str(path.parent)
+    for args, code in (([], 3), (["--help"], 0)):
+        done = subprocess.run(
+            [bash, str(path) if folder == "/" else path.name, *args],
+            cwd=where,
+            env={"PATH": "/nonexistent"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr
+        assert "command not found" not in done.stderr
+    done = subprocess.run([bash, str(path)], env={"PATH": "/nonexistent"}, stderr=subprocess.PIPE, text=True)
+    assert "not found on the PATH: env uname" in done.stderr and "/nonexistent" in done.stderr
+    assert not (clone / "build").exists()
+
+
 def test_disk_space(clone: Path, tools: Path) -> None:
     script(tools, "df", 'echo "Filesystem 1024-blocks Used Available"; echo "x 9 9 102400 9 /"')
     done = install(clone, tools)
@@ -119,8 +185,9 @@ def test_disk_space(clone: Path, tools: Path) -> None:
 def mac(tools: Path) -> None:
     script(tools, "uname", 'case "$1" in -s) echo Darwin ;; *) echo arm64 ;; esac')
     script(tools, "sysctl", 'case "$2" in hw.optional.arm64) echo 1 ;; *) echo 8 ;; esac')
-    for name in ("git", "c++"):
-        script(tools, name, "exit 0")
+    script(tools, "git", "exit 0")
+    for name in ("cc", "c++"):
+        script(tools, name, COMPILER)
 
 
 def test_mac_without_command_line_tools(clone: Path, tools: Path) -> None:
@@ -134,7 +201,7 @@ def test_mac_without_command_line_tools(clone: Path, tools: Path) -> None:
 def test_mac_with_an_intel_python(clone: Path, tools: Path) -> None:
     mac(tools)
     script(tools, "xcode-select", "exit 0")
-    script(tools, "python3", 'case "$2" in *machine*) echo x86_64 ;; esac')
+    script(tools, "python3", 'case "$2" in *platform.machine*) echo x86_64 ;; *python_version*) echo 3.11.7 ;; esac')
     done = install(clone, tools)
     assert done.returncode == 3
     assert "Python for arm64" in done.stdout and "Rosetta" in done.stdout
@@ -152,8 +219,10 @@ def test_mac_notes_homebrew_clang(clone: Path, tools: Path) -> None:
 
 
 def test_failure_names_step_and_log(clone: Path, tools: Path) -> None:
-    for name in ("git", "c++", "cmake", "ninja"):
+    for name in ("git", "cmake", "ninja"):
         script(tools, name, 'echo "cmake version 3.30.0"')
+    for name in ("cc", "c++"):
+        script(tools, name, COMPILER)
     (clone / "vendor" / "llama_cpp.lock").write_text("broken\n")
     script(tools, "python3", f'exec "{os.path.realpath(sys.executable)}" "$@"')
     for _ in range(2):  # and it can be run again
