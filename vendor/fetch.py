@@ -42,8 +42,9 @@ EXIT_EDITED = 4
 
 SOURCE_STAMP = ".kvsplit-source"  # what was unpacked, and the sha256 of every file in it
 PATCH_STAMP = ".kvsplit-patched"  # written by scripts/patchq
+MANIFEST = ".kvsplit-files"  # size, time and sha256 of every unpacked file: what need not be read again
 ORIG_DIR = ".kvsplit-orig"  # originals of patched files, kept by scripts/patchq
-OURS = (SOURCE_STAMP, PATCH_STAMP, ORIG_DIR)
+OURS = (SOURCE_STAMP, PATCH_STAMP, MANIFEST, ORIG_DIR)
 
 
 class SourceError(Exception):
@@ -139,6 +140,24 @@ def locked(path: Path) -> Iterator[None]:
         yield  # closing the file releases the lock
 
 
+def remove_stale(folder: Path, prefix: str) -> None:
+    """Remove work files and folders that a killed run left: only names that tempfile makes of the prefix.
+
+    The caller holds the lock under which they are made, so none of them is in use.
+    """
+    if fcntl is None:
+        return
+    name = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}")
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if not name.fullmatch(path.name) or path.is_symlink():
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
 def check_hash(path: Path, lock: Lock) -> None:
     """SourceError unless the file's sha256 is the lock's."""
     have = sha256_file(path)
@@ -218,6 +237,7 @@ def ensure_sdist(lock: Lock) -> Path:
                 if sha256_file(target) == lock.sha256:
                     return target
                 note(f"{target}: damaged, getting it anew")
+            remove_stale(folder, ".part-")
             work = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
             try:
                 fresh = download(lock, work)
@@ -261,6 +281,7 @@ def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 def unpack(sdist: Path, lock: Lock, folder: Path) -> None:
     """Unpack a checked archive into a folder that exists and is empty, and leave the source stamp there."""
     files: Dict[str, str] = {}
+    seen: Dict[str, List[object]] = {}
     try:
         with tarfile.open(sdist, "r:gz") as archive:
             for m in members(archive):
@@ -274,11 +295,14 @@ def unpack(sdist: Path, lock: Lock, folder: Path) -> None:
                 if m.mode & 0o100:
                     path.chmod(0o755)
                 files[m.name] = sha256_bytes(data)
+                st = path.stat()
+                seen[m.name] = [st.st_size, st.st_mtime_ns, files[m.name]]
     except (tarfile.TarError, EOFError) as e:
         raise SourceError(f"{sdist}: not a usable source archive: {e}") from e
     if not files:
         raise SourceError(f"{sdist}: the archive is empty")
     stamp = {"name": lock.name, "version": lock.version, "sha256": lock.sha256, "files": files}
+    (folder / MANIFEST).write_text(json.dumps({"files": seen}, sort_keys=True) + "\n", encoding="utf-8")
     (folder / SOURCE_STAMP).write_text(json.dumps(stamp, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -315,10 +339,14 @@ def ensure_source(root: Path) -> Path:
     lock = load_lock(root)
     src = root / "vendor" / "src"
     if read_json(src / SOURCE_STAMP).get("sha256") == lock.sha256:
+        if any((root / "vendor").glob(".unpack-*")):
+            with contextlib.suppress(OSError), locked(root / "vendor" / ".lock"):
+                remove_stale(root / "vendor", ".unpack-")
         return src
     sdist = ensure_sdist(lock)
     try:
         with locked(root / "vendor" / ".lock"):
+            remove_stale(root / "vendor", ".unpack-")
             if read_json(src / SOURCE_STAMP).get("sha256") == lock.sha256:
                 return src
             if src.exists():

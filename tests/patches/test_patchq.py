@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,6 +104,129 @@ def test_edits_can_be_dropped_and_a_copy_stays(patched: Project) -> None:
     assert path.read_text() == "int b;\nhook();\n"
     copies = list((patched.root / "vendor" / "discarded").rglob("b.cpp"))
     assert [c.read_text() for c in copies] == ["mine\n"]
+
+
+OTHERS = [f"{TREE}/tool.sh", f"{TREE}/.gitignore", "README.md"]  # no patch touches them
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("how", ["changed", "same size", "removed"])
+def test_hand_edit_of_a_file_that_no_patch_touches(patched: Project, name: str, how: str) -> None:
+    path = patched.src / name
+    old = path.read_text()
+    mode = path.stat().st_mode
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_text("#error\n" + old if how == "changed" else "x" + old[1:])
+    mine = path.read_text() if path.exists() else None
+    before = snapshot(patched.src)
+    done = patched.patchq("apply")
+    assert done.returncode == 4, done.stderr
+    assert name in done.stderr and ("(missing)" in done.stderr) == (how == "removed")
+    assert snapshot(patched.src) == before
+    state = json.loads(patched.patchq("status", "--json").stdout)
+    assert state["edited"] == [name] and state["tree"] != "patched"
+    times_before = times(patched)
+    done = patched.patchq("apply", "--discard-edits")
+    assert done.returncode == 0, done.stderr
+    assert path.read_text() == old and path.stat().st_mode == mode
+    kept = [p.read_text() for p in (patched.root / "vendor" / "discarded").rglob("*") if p.is_file()]
+    assert kept == ([] if mine is None else [mine])
+    times_after = times(patched)
+    changed = {p for p in times_after if times_after[p] != times_before.get(p) and "/.kvsplit" not in p}
+    assert changed == {str(path)}, "every other file keeps its time"
+    assert "applied already" in patched.patchq("apply").stderr
+    assert json.loads(patched.patchq("status", "--json").stdout)["tree"] == "patched"
+
+
+def test_touched_file_that_is_gone(patched: Project) -> None:
+    (patched.tree / "src" / "b.cpp").unlink()
+    done = patched.patchq("apply")
+    assert done.returncode == 4 and "src/b.cpp (missing)" in done.stderr
+    assert patched.patchq("apply", "--discard-edits").returncode == 0
+    assert (patched.tree / "src" / "b.cpp").read_text() == "int b;\nhook();\n"
+
+
+def test_edits_of_other_files_can_be_kept(patched: Project) -> None:
+    (patched.tree / "tool.sh").write_text("mine\n")
+    (patched.tree / ".gitignore").unlink()
+    (patched.src / "README.md").write_text("mine\n")
+    folder = patched.root / "kept"
+    done = patched.patchq("edit", "--take-edits", "--dir", folder)
+    assert done.returncode == 0, done.stderr
+    assert patched.git(folder, "status", "--porcelain").splitlines() == [" D .gitignore", " M tool.sh"]
+    assert (folder / "tool.sh").read_text() == "mine\n"
+    assert "not taken over" in done.stderr and "README.md" in done.stderr
+
+
+def test_edit_starts_from_upstreams_files(patched: Project) -> None:
+    (patched.tree / "tool.sh").write_text("mine\n")
+    (patched.tree / ".gitignore").unlink()
+    folder = patched.root / "kept"
+    assert patched.patchq("edit", "--dir", folder).returncode == 0
+    assert patched.git(folder, "status", "--porcelain") == ""
+    assert (folder / "tool.sh").read_text() == FILES[f"{TREE}/tool.sh"]
+    assert (folder / ".gitignore").read_text() == FILES[f"{TREE}/.gitignore"]
+
+
+def test_tree_of_an_older_version_gets_a_manifest(patched: Project) -> None:
+    manifest = patched.src / ".kvsplit-files"
+    before = manifest.read_text()
+    manifest.unlink()
+    files = times(patched)
+    assert "applied already" in patched.patchq("apply").stderr
+    assert manifest.read_text() == before
+    assert {k: v for k, v in times(patched).items() if k != str(manifest)} == files
+    manifest.write_text("damaged")
+    assert patched.patchq("apply").returncode == 0
+    assert manifest.read_text() == before
+    manifest.unlink()
+    (patched.tree / "tool.sh").write_text("mine\n")
+    assert patched.patchq("apply").returncode == 4, "an edit made before is seen as well"
+
+
+def test_copy_with_other_times_is_no_edit(patched: Project) -> None:
+    for path in patched.src.rglob("*"):
+        if path.is_file():
+            path.touch()
+    done = patched.patchq("apply")
+    assert done.returncode == 0 and "applied already" in done.stderr
+    before = times(patched)
+    assert patched.patchq("apply").returncode == 0
+    assert times(patched) == before, "the new times are known now"
+
+
+def test_file_that_nobody_packed_is_ignored(patched: Project) -> None:
+    path = patched.tree / "src" / "notes.txt"
+    path.write_text("mine\n")
+    assert "applied already" in patched.patchq("apply").stderr
+    assert path.read_text() == "mine\n"
+
+
+def test_leftovers_of_a_killed_run_are_removed(patched: Project) -> None:
+    vendor = patched.root / "vendor"
+    stale = [vendor / ".unpack-abcd_123", vendor / ".patchq-abcd_123"]
+    mine = [vendor / ".patchq-notes", vendor / ".unpack-ABCD_123", vendor / "patchq-abcd_123"]
+    for folder in stale + mine:
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    half = patched.tree / "src" / ".patchq-abcd_123"
+    half.write_text("half a file")
+    assert patched.patchq("apply").returncode == 0
+    assert not [p for p in [*stale, half] if p.exists()]
+    assert all((p / "file").is_file() for p in mine)
+
+
+def test_work_folder_in_use_is_not_removed(patched: Project) -> None:
+    # verify and apply at once: neither may take the other's folder away
+    env = {**os.environ, **patched.env()}
+    commands = [[sys.executable, str(PATCHQ), c, "--root", str(patched.root)] for c in ("verify", "apply") * 3]
+    pipe = subprocess.PIPE
+    runs = [subprocess.Popen(c, env=env, stdout=pipe, stderr=pipe) for c in commands]
+    for r in runs:
+        _, err = r.communicate(timeout=60)
+        assert r.returncode == 0, err
 
 
 @pytest.mark.parametrize("fault", ["context", "offset"])
@@ -437,7 +562,7 @@ def test_status(patched: Project) -> None:
     version, sha, patches = patched.patchq("status", "--build").stdout.split()
     assert (version, sha, patches) == (state["version"], state["sha256"], state["patches_sha256"])
     (patched.tree / "src" / "a.cpp").write_text("mine\n")
-    assert json.loads(patched.patchq("status", "--json").stdout)["edited"] == ["src/a.cpp"]
+    assert json.loads(patched.patchq("status", "--json").stdout)["edited"] == [f"{TREE}/src/a.cpp"]
 
 
 def test_patches_hash_sees_every_byte_and_the_order(patched: Project) -> None:
