@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from project import FETCH, TREE, Project, make_sdist, run, snapshot
+from project import FETCH, FILES, TREE, Project, make_sdist, run, snapshot
 
 
 def load_fetch() -> ModuleType:
@@ -220,6 +221,26 @@ def test_two_at_once(project: Project) -> None:
         assert r.returncode == 0, err
     assert (project.tree / "src" / "a.cpp").is_file()
     assert not list((project.root / "vendor").glob(".unpack-*"))
+
+
+def test_leftovers_of_a_killed_run_are_removed(project: Project) -> None:
+    stale, mine = project.root / "vendor" / ".unpack-abcd_123", project.root / "vendor" / ".unpack-mine"
+    for unpacked in (False, True):
+        for folder in (stale, mine):
+            (folder / "src").mkdir(parents=True, exist_ok=True)
+        assert project.src.exists() == unpacked
+        assert project.fetch().returncode == 0
+        assert not stale.exists() and (mine / "src").is_dir()
+
+
+def test_manifest_covers_every_file(project: Project) -> None:
+    project.fetch()
+    files = json.loads((project.src / ".kvsplit-files").read_text())["files"]
+    assert sorted(files) == sorted(FILES)
+    for name, (size, mtime, digest) in files.items():
+        path = project.src / name
+        assert [path.stat().st_size, path.stat().st_mtime_ns] == [size, mtime]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def test_usage_exit_code() -> None:
