@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The command ``kvsplit``. Data goes to stdout, messages to stderr, progress only to a terminal.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -395,13 +395,6 @@ def models_path(name: str = typer.Argument(..., help="Name of a model, or a file
 # ---- doctor
 
 
-def _writable(path: Path) -> bool:
-    """True if files can be made there, or in the nearest folder above that exists. Creates nothing."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return os.access(path, os.W_OK | os.X_OK)
-
-
 def diagnose() -> Tuple[Dict[str, Any], List[str]]:
     """Everything that ``doctor`` tells, and what is wrong."""
     problems: List[str] = []
@@ -435,8 +428,10 @@ def diagnose() -> Tuple[Dict[str, Any], List[str]]:
         problems.append(f"tools are missing: {', '.join(lacking)}")
     info["cache_dir"] = str(models.cache_dir())
     info["models_dir"] = str(models.models_dir())
-    if not _writable(models.models_dir()):
-        problems.append(f"{models.models_dir()} can't be written; set KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR")
+    folders = {models.cache_dir(): "KVSPLIT_CACHE_DIR", models.models_dir(): "KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR"}
+    for folder, variable in folders.items():
+        if not models.can_write(folder):
+            problems.append(f"the folder {folder} can't be made or written; set {variable} to one that can")
     info["models"] = {str(m["name"]): m["path"] for m in models.status()}
     if platform.system() == "Darwin" and platform.machine() == "x86_64" and _is_apple_silicon():
         problems.append("this Python is built for x86_64 and runs translated; use an arm64 Python")
@@ -516,8 +511,11 @@ def _usage(e: Any) -> int:
     return _fail(f"{e.format_message().rstrip('.')}{hint}", int(e.exit_code))
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: tools that run are ended and temporary files removed, as after Ctrl-C."""
+class _Terminated(BaseException):
+    """SIGTERM: tools that run are ended and temporary files removed, as after Ctrl-C.
+
+    No KeyboardInterrupt, of which typer makes an exit with 130.
+    """
 
 
 def _on_sigterm(signum: int, frame: object) -> None:

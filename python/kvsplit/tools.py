@@ -158,10 +158,34 @@ def run_command(
     return Finished(cmd, out, stderr, peak)
 
 
+def check() -> None:
+    """Make sure that the tools belong to this package: they use the library that lies with them.
+
+    Raises:
+        NativeMissingError: no library lies there.
+        NativeMismatchError: it has no patches, or others.
+    """
+    path = native.library_path()
+    if native.load().path.resolve() != path.resolve():  # LLAMA_CPP_LIB_PATH names another for the bindings
+        native.Native(path)
+
+
 def exec_tool(name: str, args: Sequence[str]) -> int:
-    """Run a tool on the user's own terminal and return its exit status."""
+    """Run a tool on the user's own terminal and return its exit status. It ends when we are interrupted.
+
+    Raises:
+        NativeError: it isn't built, or is not of this package.
+    """
     cmd = [str(find(name)), *args]
+    check()
+    proc = subprocess.Popen(cmd)
     try:
-        return subprocess.run(cmd, check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+        return proc.wait()
+    except BaseException:
+        proc.terminate()
+        try:
+            proc.wait(5)
+        except subprocess.TimeoutExpired:
+            proc.kill()
+            proc.wait()
+        raise

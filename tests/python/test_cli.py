@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -203,18 +205,27 @@ def test_compare_refuses_before_it_begins(cli: Run, synth_model: Make, tmp_path:
         assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def _fake(tmp_path: Path, code: str) -> Path:
+    """A folder with a llama-completion that is a script, beside the real library."""
+    fake = tmp_path / "fake" / "bin"
+    fake.mkdir(parents=True)
+    script = fake / "llama-completion"
+    script.write_text(f"#!{sys.executable}\n{code}\n")
+    script.chmod(0o755)
+    library = native.library_path()
+    (fake / library.name).symlink_to(library)
+    return fake
+
+
 @pytest.mark.native
 def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[str], Path], tmp_path: Path) -> None:
     """With a tool in its place that prints its arguments."""
     tool("llama-completion")
-    fake = tmp_path / "fake" / "bin"
-    fake.mkdir(parents=True)
-    script = fake / "llama-completion"
-    script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps(sys.argv[1:]))\n"
-        "print(os.environ['LLAMA_ARG_LOG_VERBOSITY'], file=sys.stderr)\nsys.exit(7)\n"
+    fake = _fake(
+        tmp_path,
+        "import json, os, sys\nprint(json.dumps(sys.argv[1:]))\n"
+        "print(os.environ['LLAMA_ARG_LOG_VERBOSITY'], file=sys.stderr)\nsys.exit(7)",
     )
-    script.chmod(0o755)
     path = synth_model()
     res = cli("run", path, "a b", "--kvq", 8, "-n", 5, "--ctx", 300, "--", "--temp", "0", "--", "x",
               env={"KVSPLIT_NATIVE_DIR": str(fake.parent)})  # fmt: skip
@@ -257,3 +268,88 @@ def test_sigterm_ends_like_ctrl_c(repo: Path) -> None:
         assert proc.wait(30) == 143
         assert not folder.exists()
         assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+@pytest.mark.native
+def test_sigterm_ends_a_tool_on_the_terminal(synth_model: Make, repo: Path, tmp_path: Path) -> None:
+    fake = _fake(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
+    env = {**os.environ, "PYTHONPATH": str(repo / "python"), "KVSPLIT_NATIVE_DIR": str(fake)}
+    cmd = [sys.executable, "-m", "kvsplit", "run", str(synth_model()), "hi"]
+    with subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as proc:
+        assert proc.stdout is not None and proc.stderr is not None
+        assert proc.stdout.readline() == "up\n"
+        children = psutil.Process(proc.pid).children()
+        assert len(children) == 1
+        proc.terminate()
+        assert proc.wait(30) == 143
+        assert proc.stderr.read() == "kvsplit: error: terminated\n"
+        assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+@pytest.mark.native
+def test_tools_of_an_unpatched_build_are_refused(cli: Run, synth_model: Make, tmp_path: Path) -> None:
+    fake = _fake(tmp_path, "print('ran')")
+    name = native.library_path().name
+    (fake / name).unlink()
+    cc = shutil.which("cc") or shutil.which("gcc")
+    if cc is None:
+        pytest.skip("no C compiler for a library without the patches")
+    subprocess.run([cc, "-shared", "-x", "c", os.devnull, "-o", str(fake / name)], check=True)
+    path = synth_model()
+    for more in ({}, {"LLAMA_CPP_LIB_PATH": str(native.library_path().parent)}):
+        res = cli("run", path, "hi", env={"KVSPLIT_NATIVE_DIR": str(fake), **more})
+        assert res.returncode == 1 and "without this project's patches" in _one_line(res)
+    (fake / name).unlink()
+    res = cli("run", path, "hi", env={"KVSPLIT_NATIVE_DIR": str(fake)})
+    assert res.returncode == 1 and "was not found" in _one_line(res)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("variable", ["KVSPLIT_CACHE_DIR", "KVSPLIT_MODELS_DIR"])
+@pytest.mark.parametrize("place", ["file", "below a file", "proc"])
+def test_doctor_names_a_folder_that_cannot_be_written(cli: Run, tmp_path: Path, variable: str, place: str) -> None:
+    (tmp_path / "f").write_text("")
+    if place == "proc" and not sys.platform.startswith("linux"):
+        pytest.skip("only Linux has a folder that even root can't write")
+    folder = {"file": tmp_path / "f", "below a file": tmp_path / "f" / "x" / "y", "proc": Path("/proc/none/x")}[place]
+    env = {"KVSPLIT_CACHE_DIR": str(tmp_path / "new" / "c"), "KVSPLIT_MODELS_DIR": str(tmp_path / "new" / "m")}
+    res = cli("doctor", env={**env, variable: str(folder)})
+    assert res.returncode == 1
+    assert f"problem: the folder {folder} can't be made or written; set {variable}" in res.stderr
+    assert not (tmp_path / "new").exists()
+    assert "can't be made" not in cli("doctor", env=env).stderr and [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "parts are kept")]
+)
+def test_an_interrupted_download_leaves_nothing_temporary(
+    repo: Path, tmp_path: Path, name: str, code: int, message: str
+) -> None:
+    """With a pip in its place that makes a temporary folder and waits."""
+    fake = tmp_path / "fake" / "pip"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("")
+    (fake / "__main__.py").write_text(
+        "import pathlib, tempfile, time\n"
+        "d = tempfile.mkdtemp(prefix='pip-')\n"
+        f"pathlib.Path({str(tmp_path / 'up')!r}).write_text(d)\n"
+        "time.sleep(600)\n"
+    )
+    temp = tmp_path / "tmp"
+    temp.mkdir()
+    path = os.pathsep.join([str(tmp_path / "fake"), str(repo / "python")])
+    env = {**os.environ, "PYTHONPATH": path, "KVSPLIT_MODELS_DIR": str(tmp_path / "m"), "TMPDIR": str(temp)}
+    cmd = [sys.executable, "-m", "kvsplit", "models", "pull", "smollm2", "-q"]
+    with subprocess.Popen(cmd, stderr=subprocess.PIPE, text=True, env=env) as proc:
+        assert proc.stderr is not None
+        end = time.monotonic() + 30
+        while not ((tmp_path / "up").exists() and (tmp_path / "up").read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert list(temp.glob("kvsplit-req-*/pip-*"))
+        children = psutil.Process(proc.pid).children()
+        proc.send_signal(getattr(signal, name))
+        assert proc.wait(30) == code
+        assert message in proc.stderr.read()
+        assert not psutil.wait_procs(children, timeout=10)[1]
+    assert list(temp.iterdir()) == []

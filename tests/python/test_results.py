@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import xml.etree.ElementTree as ET
 from dataclasses import fields, replace
@@ -11,8 +12,8 @@ from typing import Any, List
 
 import pytest
 
-from kvsplit import bench, compare, plots, quality, results
-from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, UsageError
+from kvsplit import bench, cli, compare, native, plots, quality, results
+from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, ToolError, UsageError
 from kvsplit.policy import KVQuant
 from kvsplit.results import Provenance, Row, Summary
 
@@ -184,7 +185,7 @@ def test_rows_round_trip(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_are_not_valid(tmp_path: Path, change: Any, match: str) -> None:
-    with results.Writer(tmp_path / "r.jsonl") as w, pytest.raises(ResultError, match=match):
+    with results.Writer(tmp_path / "r.jsonl") as w, pytest.raises(ResultError, match=f"^K8V4, .*: {match}"):
         w.write(_memory(**change))
     assert (tmp_path / "r.jsonl").read_text() == ""
 
@@ -310,3 +311,100 @@ def test_the_recorded_command_has_no_folders_of_the_machine(monkeypatch: pytest.
     monkeypatch.setattr("sys.argv", argv)
     expected = ["kvsplit", "compare", "m.gguf", "--text=t.txt", "--out", "here/out", "-c", "4096"]
     assert compare.command_line() == expected
+
+
+# ---- a comparison that doesn't come to its end
+
+
+@pytest.fixture
+def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> Any:
+    """A comparison whose measurements are made up; each test breaks one of them."""
+    build = native.Build("0.3.36", "0", "0")
+    monkeypatch.setattr(compare.native, "load", lambda: type("Lib", (), {"build": build})())
+    layer = {"type_k": "f16", "type_v": "f16", "rot_k": 0, "rot_v": 0, "backend_prefill": "CPU",
+             "backend_decode": "CPU", "backend_expect": "CPU"}  # fmt: skip
+    cache = {"bytes": 160, "bytes_f16": 160, "layers": [layer]}
+    monkeypatch.setattr(compare.probe, "kv_cache", lambda *a: cache)
+    monkeypatch.setattr(compare.bench, "run", lambda *a, **k: [])
+
+    @contextlib.contextmanager
+    def base_file(*a: Any) -> Any:
+        yield tmp_path / "base"
+
+    monkeypatch.setattr(compare.quality, "base_file", base_file)
+    good = quality.parse((DATA / "kl_divergence.txt").read_text(encoding="utf-8"))
+    monkeypatch.setattr(compare.quality, "measure", lambda *a: good)
+    told: List[Path] = []
+    path = synth_model()
+
+    def run(**options: Any) -> Any:
+        o = compare.Options(compare.parse_configs(["F16,K8V4"]), n_ctx=256, out=tmp_path / "a" / "b", **options)
+        return compare.run(path, o, partial=told.append)
+
+    return run, told, tmp_path / "a", good
+
+
+def _breaks(error: BaseException) -> Any:
+    def f(*a: Any, **k: Any) -> Any:
+        raise error
+
+    return f
+
+
+def test_comparison_that_ends(staged: Any) -> None:
+    run, told, out, _ = staged
+    res = run()
+    assert not told and all(f.is_file() for f in res.files) and len(res.rows) == 4 and out.is_dir()
+
+
+def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, told, out, _ = staged
+    for options in ({"text": tmp_path / "none"}, {"ppl_ctx": 64, "chunks": 1}):
+        with pytest.raises(UsageError):
+            run(**options)
+        assert not out.exists()
+    monkeypatch.setattr(compare.probe, "kv_cache", _breaks(ToolError("the heads don't fit")))
+    with pytest.raises(ToolError):
+        run()
+    assert not out.exists() and not told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ToolError("llama-bench ended")])
+def test_failure_without_rows_leaves_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    run, told, out, _ = staged
+    monkeypatch.setattr(compare.bench, "run", _breaks(error))
+    with pytest.raises(type(error)):
+        run()
+    assert not out.exists() and not told
+    out.mkdir()  # what was there before stays
+    with pytest.raises(type(error)):
+        run()
+    assert out.is_dir() and not list(out.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ResultError("gave NaN")])
+def test_failure_with_rows_tells_where_they_are(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    run, told, out, _ = staged
+    monkeypatch.setattr(compare.quality, "measure", _breaks(error))
+    with pytest.raises(type(error), match="F16: gave NaN" if isinstance(error, ResultError) else None):
+        run()
+    assert told == list(out.rglob("*.*")) and [r.config for r in results.read(told[0])] == ["F16", "K8V4"]
+
+
+def test_row_that_fails_names_its_configuration(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, told, _, good = staged
+    bad = replace(good, kld_se=float("nan"))
+    monkeypatch.setattr(compare.quality, "measure", lambda m, q, *a: good if q == KVQuant() else bad)
+    with pytest.raises(ResultError, match="^K8V4, quality: kld_se: nan is no number"):
+        run()
+    assert len(list(results.read(told[0]))) == 3
+
+
+def test_command_line_tells_where_the_rows_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], staged: Any,
+                                               monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> None:  # fmt: skip
+    monkeypatch.setattr(compare.quality, "measure", _breaks(KeyboardInterrupt()))
+    out = tmp_path / "cli"
+    assert cli.main(["compare", str(synth_model()), "--config", "F16,K8V4", "--ctx", "256", "--out", str(out)]) == 130
+    captured = capsys.readouterr()
+    (path,) = out.iterdir()
+    assert captured.out == "" and str(path) in captured.err
