@@ -207,7 +207,9 @@ def compare(
     config: Optional[List[str]] = typer.Option(
         None, "--config", help="Configurations: F16,K8V4,... or KEY/VAL SPECs, several by ';' or by repeating."
     ),
-    ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens for the memory figure (8192)."),
+    ctx: Optional[int] = typer.Option(
+        None, "--ctx", "-c", min=1, max=2**31 - 1, help="Tokens for the memory figure (8192)."
+    ),
     text: Optional[Path] = typer.Option(None, "--text", help="UTF-8 text to evaluate on."),
     ppl_ctx: Optional[int] = typer.Option(None, "--ppl-ctx", min=16, help="Tokens of a chunk (2048, or less)."),
     chunks: Optional[int] = typer.Option(None, "--chunks", min=1, help="Chunks (8, or 3 when quick)."),

@@ -69,6 +69,7 @@ def test_help_and_version(cli: Run) -> None:
         (["memory"], "model"),
         (["memory", "M", "--ctx", "many"], "--ctx"),
         (["memory", "M", "--frob"], "--frob"),
+        (["compare", "M", "--ctx", "4294967552"], "--ctx"),
         (["memory", "M", "--kvq", "6"], "'6'"),
         (["memory", "M", "--kvq-key", "8,99=4"], "kvq_key"),
         (["memory", "M", "--kvq-val", "q9"], "kvq_val"),
