@@ -21,8 +21,7 @@
 // What counts for one side of a context, the nearest first:
 //     1. a handle in type_k / type_v
 //     2. any plain type other than the default (f16) in type_k / type_v
-//     3. the model's metadata kvq.key / kvq.val: from the GGUF, --override-kv (without exceptions by layer:
-//        it takes a comma for the next override) or kvq_model_set_policy()
+//     3. the model's metadata kvq.key / kvq.val: from the GGUF, --override-kv or kvq_model_set_policy()
 //     4. f16
 //
 // Every function that can fail says why through kvq_last_error(). Thread-safe, except that a model's
