@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator, List
 
 import psutil
 import pytest
@@ -243,6 +244,20 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
     assert res.returncode == 2 and "32 16 8 5 4" in _one_line(res)
 
 
+def _heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _started(cmd: List[str], **kw: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A process that can be interrupted even where a shell made the tests ignore that, and that ends with the test."""
+    with subprocess.Popen(cmd, text=True, preexec_fn=_heed_ctrl_c, **kw) as proc:
+        try:
+            yield proc
+        finally:
+            proc.kill()
+
+
 def test_sigterm_ends_like_ctrl_c(repo: Path) -> None:
     """Nothing temporary is left, and no tool runs on."""
     code = """if True:
@@ -258,7 +273,7 @@ def test_sigterm_ends_like_ctrl_c(repo: Path) -> None:
         sys.exit(cli.main(["anything"]))
     """
     env = {**os.environ, "PYTHONPATH": str(repo / "python")}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as proc:
+    with _started([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as proc:
         assert proc.stdout is not None
         folder = Path(proc.stdout.readline().strip())
         assert folder.is_dir()
@@ -276,7 +291,7 @@ def test_sigterm_ends_a_tool_on_the_terminal(synth_model: Make, repo: Path, tmp_
     fake = _fake(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
     env = {**os.environ, "PYTHONPATH": str(repo / "python"), "KVSPLIT_NATIVE_DIR": str(fake)}
     cmd = [sys.executable, "-m", "kvsplit", "run", str(synth_model()), "hi"]
-    with subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as proc:
+    with _started(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as proc:
         assert proc.stdout is not None and proc.stderr is not None
         assert proc.stdout.readline() == "up\n"
         children = psutil.Process(proc.pid).children()
@@ -342,7 +357,7 @@ def test_an_interrupted_download_leaves_nothing_temporary(
     path = os.pathsep.join([str(tmp_path / "fake"), str(repo / "python")])
     env = {**os.environ, "PYTHONPATH": path, "KVSPLIT_MODELS_DIR": str(tmp_path / "m"), "TMPDIR": str(temp)}
     cmd = [sys.executable, "-m", "kvsplit", "models", "pull", "smollm2", "-q"]
-    with subprocess.Popen(cmd, stderr=subprocess.PIPE, text=True, env=env) as proc:
+    with _started(cmd, stderr=subprocess.PIPE, env=env) as proc:
         assert proc.stderr is not None
         end = time.monotonic() + 30
         while not ((tmp_path / "up").exists() and (tmp_path / "up").read_text()) and time.monotonic() < end:
