@@ -258,7 +258,6 @@ int main(int argc, char ** argv) {
         params.n_seq_max    = 2;
         params.embeddings   = true;
         params.pooling_type = pooling;
-        params.type_k       = kvq_type_from_spec("8");
         llama_context * ctx = llama_init_from_model(model, params);
         check(ctx && kvq_n_layer(ctx) == n_layer, "embeddings with pooling type " + std::to_string(pooling));
         llama_free(ctx);
