@@ -80,7 +80,7 @@ std::vector<common_arg> kvq_arg_list() {
     std::vector<common_arg> res;
 
     const std::string preset_help =
-        "cache types of keys and values: k<bits>v<bits> such as k8v4, k4v8, k5v4,\n"
+        "cache types of keys and values: k<bits>v<bits> such as k8v4, k6v5, k3v3,\n"
         "or 8 (= k8v4), 4 (= k4v4), 16 (= f16)";
     const std::string spec_help =
         ": bits (32, 16, 8, 5, 4) or a type by name,\n"

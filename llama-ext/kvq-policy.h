@@ -52,6 +52,12 @@ void kvq_check_shared(const llama_model & model, ggml_type type, uint32_t il, co
 // buft; with failed = true, because their allocation failed.
 void kvq_check_alloc(ggml_context * ctx, ggml_backend_buffer_type * buft, bool failed);
 
+// ---- quantization of weights -----------------------------------------------------------------------
+
+// The parameters, with a count of types that a caller was compiled with (`not set`) turned into ours.
+// Throws if they ask for a type of KV caches, or for an id that is no type.
+llama_model_quantize_params kvq_quantize_params(llama_model_quantize_params params);
+
 // ---- cache and graphs ------------------------------------------------------------------------------
 
 // Whether any layer's tensor (K or V, by member pointer) is quantized.

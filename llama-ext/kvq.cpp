@@ -288,6 +288,50 @@ std::string kvq_allowed() {
     return by_bits + ", and by name " + by_name;
 }
 
+//
+// weights
+//
+
+ggml_type kvq_format_type(const char * name) {
+    for (const auto & t : kvq_cache_types) {
+        if (kvq_get_format(t.type) && lower_trimmed(name) == ggml_type_name(t.type)) {
+            return t.type;
+        }
+    }
+    return GGML_TYPE_COUNT;
+}
+
+const char * kvq_not_for_weights(const char * name) {
+    return kvq_format_type(name) != GGML_TYPE_COUNT ? " (a type of KV caches, not of weights)" : "";
+}
+
+static void check_weight_type(const char * what, ggml_type & type) {
+    if (type == KVQ_UPSTREAM_TYPE_COUNT) {
+        type = GGML_TYPE_COUNT;
+    }
+    if (type == GGML_TYPE_COUNT) {
+        return;
+    }
+    const bool known = type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(type) > 0;
+    if (!known) {
+        throw std::invalid_argument(std::string(what) + " " + std::to_string(type) + " is no type");
+    }
+    if (kvq_get_format(type)) {
+        throw std::invalid_argument(std::string(what) + " " + ggml_type_name(type) + kvq_not_for_weights(ggml_type_name(type)) +
+            "; give it to --kvq, --kvq-key or --kvq-val");
+    }
+}
+
+llama_model_quantize_params kvq_quantize_params(llama_model_quantize_params params) {
+    check_weight_type("output_tensor_type",   params.output_tensor_type);
+    check_weight_type("token_embedding_type", params.token_embedding_type);
+    for (const auto * t = params.tt_overrides; t && t->pattern; t++) {
+        ggml_type type = t->type;
+        check_weight_type("tensor type", type);
+    }
+    return params;
+}
+
 ggml_type kvq_parse_spec(const std::string & spec) {
     return intern(parse_spec(spec));
 }
@@ -310,7 +354,7 @@ void kvq_parse_preset(const std::string & preset, ggml_type & type_k, ggml_type 
         return !s.empty() && s.find_first_not_of(bits) == std::string::npos;
     };
     if (v == std::string::npos || text[0] != 'k' || !all_digits(text.substr(1, v - 1)) || !all_digits(text.substr(v + 1))) {
-        throw std::invalid_argument("'" + preset + "' is no preset; write k<bits>v<bits> such as k8v4, k4v8 or k5v4, "
+        throw std::invalid_argument("'" + preset + "' is no preset; write k<bits>v<bits> such as k8v4, k6v5 or k3v3, "
             "or 8 (= k8v4), 4 (= k4v4), 16 (= f16); types by name or by layer go to --kvq-key and --kvq-val");
     }
     const ggml_type k = kvq_parse_spec(text.substr(1, v - 1));

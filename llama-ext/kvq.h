@@ -41,12 +41,18 @@ LLAMA_API enum ggml_type kvq_type_from_spec(const char * spec);
 // Handles of both sides of a PRESET. false, and neither is written, if there is no such preset.
 LLAMA_API bool kvq_types_from_preset(const char * preset, enum ggml_type * type_k, enum ggml_type * type_v);
 
-// Canonical text of a handle ("q4_0,:2=q8_0"), or ggml's name of a plain type. "none" for anything else.
+// Canonical text of a handle ("kvq4,:2=q8_0"), or ggml's name of a plain type. "none" for anything else.
 // The pointer stays valid as long as the process.
 LLAMA_API const char * kvq_type_name(enum ggml_type type);
 
 // The i-th type that a cache may have, in the order of the table; GGML_TYPE_COUNT past its end.
 LLAMA_API enum ggml_type kvq_cache_type(int32_t i);
+
+// Our own type of that name ("kvq4", any case); GGML_TYPE_COUNT if there is none.
+LLAMA_API enum ggml_type kvq_format_type(const char * name);
+
+// For messages: " (a type of KV caches, not of weights)" if that is what the name is (any case), else "".
+LLAMA_API const char * kvq_not_for_weights(const char * name);
 
 // Types of all n_layer layers under a handle or a plain cache type, written to types[n_layer].
 // false if the type is no cache type or a slice lies outside the layers.
@@ -87,7 +93,7 @@ LLAMA_API int32_t kvq_n_layer(const struct llama_context * ctx);
 // The i-th of them, in the order of the model. false if i is out of range.
 LLAMA_API bool kvq_get_layer(const struct llama_context * ctx, int32_t i, struct kvq_layer * layer);
 
-// Handle of the types that one side is stored as; kvq_type_name() gives "q8_0" or "q4_0,0:2=q8_0". Where
+// Handle of the types that one side is stored as; kvq_type_name() gives "q8_0" or "kvq4,0:2=q8_0". Where
 // V lies within K's rows, V is as K. GGML_TYPE_COUNT if there is no cache.
 LLAMA_API enum ggml_type kvq_effective(const struct llama_context * ctx, bool values);
 

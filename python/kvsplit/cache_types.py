@@ -52,6 +52,11 @@ CACHE_TYPES: Tuple[CacheType, ...] = (
     CacheType("f16",     1,  1,  2),
     CacheType("bf16",   30,  1,  2),
     CacheType("q8_0",    8, 32, 34),
+    CacheType("kvq6",  454, 32, 26),
+    CacheType("kvq5",  453, 32, 22),
+    CacheType("kvq4",  452, 32, 18),
+    CacheType("kvq3",  451, 32, 14),
+    CacheType("kvq2",  450, 32, 10),
     CacheType("q5_0",    6, 32, 22),
     CacheType("q5_1",    7, 32, 24),
     CacheType("q4_0",    2, 32, 18),
@@ -60,7 +65,9 @@ CACHE_TYPES: Tuple[CacheType, ...] = (
 )
 
 # Bits that a SPEC may name, and the type that stores them.
-BITS: Dict[int, str] = {32: "f32", 16: "f16", 8: "q8_0", 5: "q5_0", 4: "q4_0"}
+BITS: Dict[int, str] = {
+    32: "f32", 16: "f16", 8: "q8_0", 6: "kvq6", 5: "kvq5", 4: "kvq4", 3: "kvq3", 2: "kvq2",
+}
 # fmt: on
 
 BY_NAME: Dict[str, CacheType] = {t.name: t for t in CACHE_TYPES}

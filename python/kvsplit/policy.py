@@ -196,7 +196,7 @@ def _parse_preset(preset: object, argument: str) -> Tuple[Spec, Spec]:
     m = _PRESET.fullmatch(text)
     if m is None:
         raise KVQuantError(
-            f"{_where(argument)}{preset!r} is no preset; write k<bits>v<bits> such as k8v4, k4v8 or k5v4, "
+            f"{_where(argument)}{preset!r} is no preset; write k<bits>v<bits> such as k8v4, k6v5 or k3v3, "
             "or 8 (= k8v4), 4 (= k4v4), 16 (= f16); types by name or by layer go to kvq_key and kvq_val",
             argument=argument,
             given=preset,

@@ -69,39 +69,39 @@ static std::string merged(const map & far, const map & near) {
 
 int main() {
     expect({}, "f16 f16");
-    expect({ "--kvq", "8" }, "q8_0 q4_0");
-    expect({ "--kvq-key", "4,:2=8" }, "q4_0,:2=q8_0 f16");
-    expect({ "--kvq", "k8v8", "--kvq-val", "4" }, "q8_0 q4_0");
-    expect({ "--kvq-val", "4", "--kvq", "k8v8" }, "q8_0 q4_0");
-    expect({ "-ctk", "q8_0", "--kvq-val", "4" }, "q8_0 q4_0");
-    expect({ "--flash-attn", "--kvq", "8" }, "q8_0 q4_0 fa");
-    expect({ "--kvq", "8", "-fa" }, "q8_0 q4_0 fa");
+    expect({ "--kvq", "8" }, "q8_0 kvq4");
+    expect({ "--kvq-key", "4,:2=8" }, "kvq4,:2=q8_0 f16");
+    expect({ "--kvq", "k8v8", "--kvq-val", "4" }, "q8_0 kvq4");
+    expect({ "--kvq-val", "4", "--kvq", "k8v8" }, "q8_0 kvq4");
+    expect({ "-ctk", "q8_0", "--kvq-val", "4" }, "q8_0 kvq4");
+    expect({ "--flash-attn", "--kvq", "8" }, "q8_0 kvq4 fa");
+    expect({ "--kvq", "8", "-fa" }, "q8_0 kvq4 fa");
     expect({ "-fa", "off", "--kvq", "16" }, "f16 f16");
 
     expect({ "--kvq", "8", "-ctk", "f16" }, "error");
     expect({ "-ctk", "f16", "--kvq", "8" }, "error");
-    expect({ "--kvq-val", "4", "-ctv", "q4_0" }, "error");
+    expect({ "--kvq-val", "4", "-ctv", "kvq4" }, "error");
     expect({ "--kvq", "6" }, "error");
     expect({ "--kvq" }, "error");
 
     setenv("LLAMA_ARG_KVQ", "k5v4", 1);
-    expect({}, "q5_0 q4_0");
-    expect({ "--kvq-key", "8" }, "q8_0 q4_0");
-    expect({ "-ctk", "f16" }, "f16 q4_0");
+    expect({}, "kvq5 kvq4");
+    expect({ "--kvq-key", "8" }, "q8_0 kvq4");
+    expect({ "-ctk", "f16" }, "f16 kvq4");
     expect({ "--kvq", "16" }, "f16 f16");
     setenv("LLAMA_ARG_KVQ_KEY", "16", 1);
-    expect({}, "f16 q4_0");
-    expect({ "--kvq", "8" }, "q8_0 q4_0"); // the command line is nearer than the more specific variable
+    expect({}, "f16 kvq4");
+    expect({ "--kvq", "8" }, "q8_0 kvq4"); // the command line is nearer than the more specific variable
     unsetenv("LLAMA_ARG_KVQ_KEY");
     setenv("LLAMA_ARG_CACHE_TYPE_V", "q8_0", 1);
     expect({}, "error");
     unsetenv("LLAMA_ARG_KVQ");
-    expect({ "--kvq", "8" }, "q8_0 q4_0");
+    expect({ "--kvq", "8" }, "q8_0 kvq4");
     unsetenv("LLAMA_ARG_CACHE_TYPE_V");
 
     const std::string kvq = "LLAMA_ARG_KVQ", key = "LLAMA_ARG_KVQ_KEY", val = "LLAMA_ARG_KVQ_VAL", ctk = "LLAMA_ARG_CACHE_TYPE_K";
     const struct { map far; map near; std::string res; } merges[] = {
-        { { { kvq, "8" } }, { { ctk, "f16" } },               val + "=q4_0 " + ctk + "=f16" },
+        { { { kvq, "8" } }, { { ctk, "f16" } },               val + "=kvq4 " + ctk + "=f16" },
         { { { ctk, "f16" } }, { { kvq, "8" } },               kvq + "=8" },
         { { { key, "16" } }, { { kvq, "8" } },                kvq + "=8" },
         { { { kvq, "8" }, { val, "5" } }, { { key, "16" } },  key + "=16 " + val + "=5" },

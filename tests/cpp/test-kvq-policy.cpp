@@ -20,7 +20,7 @@ static int n_passed = 0;
         printf("\n"); \
     } while (0)
 
-// "q4_0 q4_0 q8_0", or "error: ..."
+// "kvq4 kvq4 q8_0", or "error: ..."
 static std::string resolved(const char * spec, int n_layer) {
     const ggml_type type = kvq_type_from_spec(spec);
     if (type == GGML_TYPE_COUNT) {
@@ -43,21 +43,26 @@ int main() {
         { "8",                  2, "q8_0 q8_0" },
         { "32",                 1, "f32" },
         { "16",                 1, "f16" },
-        { "5",                  1, "q5_0" },
-        { "4",                  1, "q4_0" },
+        { "6",                  1, "kvq6" },
+        { "5",                  1, "kvq5" },
+        { "4",                  1, "kvq4" },
+        { "3",                  1, "kvq3" },
+        { "2",                  1, "kvq2" },
+        { "q4_0",               1, "q4_0" },
+        { "Q5_0",               1, "q5_0" },
         { "bf16",               1, "bf16" },
         { "iq4_nl",             1, "iq4_nl" },
         { "Q4_1",               1, "q4_1" },
-        { "4,:2=8,-2:=16",      6, "q8_0 q8_0 q4_0 q4_0 f16 f16" },
-        { " 4 , : 2 = 8 ",      3, "q8_0 q8_0 q4_0" },
-        { "8,1=4",              3, "q8_0 q4_0 q8_0" },
-        { "8,-1=4",             3, "q8_0 q8_0 q4_0" },
-        { "8,::2=4",            5, "q4_0 q8_0 q4_0 q8_0 q4_0" },
-        { "8,1:5:3=4",          6, "q8_0 q4_0 q8_0 q8_0 q4_0 q8_0" },
-        { "8,:=4",              2, "q4_0 q4_0" },
-        { "8,:=4,0=16",         2, "f16 q4_0" }, // the later exception wins
-        { "8,::999999999=4",    2, "q4_0 q8_0" },
-        { "8,0:3=4",            3, "q4_0 q4_0 q4_0" },
+        { "4,:2=8,-2:=16",      6, "q8_0 q8_0 kvq4 kvq4 f16 f16" },
+        { " 4 , : 2 = 8 ",      3, "q8_0 q8_0 kvq4" },
+        { "8,1=4",              3, "q8_0 kvq4 q8_0" },
+        { "8,-1=4",             3, "q8_0 q8_0 kvq4" },
+        { "8,::2=4",            5, "kvq4 q8_0 kvq4 q8_0 kvq4" },
+        { "8,1:5:3=4",          6, "q8_0 kvq4 q8_0 q8_0 kvq4 q8_0" },
+        { "8,:=4",              2, "kvq4 kvq4" },
+        { "8,:=4,0=16",         2, "f16 kvq4" }, // the later exception wins
+        { "8,::999999999=4",    2, "kvq4 q8_0" },
+        { "8,0:3=4",            3, "kvq4 kvq4 kvq4" },
     };
     for (const auto & t : good) {
         const std::string res = resolved(t.spec, t.n);
@@ -67,9 +72,9 @@ int main() {
     // SPEC, layers, what its error must name
     const struct { const char * spec; int n; const char * expect; } bad[] = {
         { "",                   2, "no cache type" },
-        { "6",                  2, "32 (f32), 16 (f16), 8 (q8_0), 5 (q5_0), 4 (q4_0)" },
-        { "3",                  2, "no cache type" },
-        { "2",                  2, "no cache type" },
+        { "7",                  2, "32 (f32), 16 (f16), 8 (q8_0), 6 (kvq6), 5 (kvq5), 4 (kvq4), 3 (kvq3), 2 (kvq2), and by name bf16, q5_0" },
+        { "1",                  2, "no cache type" },
+        { "9",                  2, "no cache type" },
         { "q8_1",               2, "'q8_1'" },
         { "q4_k",               2, "'q4_k'" },
         { "4,",                 2, "SLICE=TYPE" },
@@ -99,10 +104,10 @@ int main() {
 
     // a handle is one policy, whatever its spelling
     CHECK(kvq_type_from_spec("8")     == kvq_type_from_spec(" Q8_0 "),      "same policy, other handle");
-    CHECK(kvq_type_from_spec("4,:2=8") == kvq_type_from_spec("q4_0,:2=q8_0"), "same policy, other handle");
+    CHECK(kvq_type_from_spec("4,:2=8") == kvq_type_from_spec("kvq4,:2=q8_0"), "same policy, other handle");
     CHECK(kvq_type_from_spec("4,:2=8") != kvq_type_from_spec("4,:3=8"),       "other policy, same handle");
     CHECK(!strcmp(kvq_type_name(kvq_type_from_spec("4, :2 = 8, -2: = 16, 5=bf16, ::3=5")),
-        "q4_0,:2=q8_0,-2:=f16,5=bf16,::3=q5_0"), "%s", kvq_type_name(kvq_type_from_spec("4, :2 = 8, -2: = 16, 5=bf16, ::3=5")));
+        "kvq4,:2=q8_0,-2:=f16,5=bf16,::3=kvq5"), "%s", kvq_type_name(kvq_type_from_spec("4, :2 = 8, -2: = 16, 5=bf16, ::3=5")));
 
     // every integer is a name or "none", a cache type or an error; never a crash
     for (int i = -2; i < 500; i++) {
@@ -122,11 +127,11 @@ int main() {
 
     // PRESET
     const struct { const char * preset; const char * k; const char * v; } presets[] = {
-        { "8",     "q8_0", "q4_0" },
-        { "4",     "q4_0", "q4_0" },
+        { "8",     "q8_0", "kvq4" },
+        { "4",     "kvq4", "kvq4" },
         { "16",    "f16",  "f16"  },
-        { "K8V4",  "q8_0", "q4_0" },
-        { "k5v4",  "q5_0", "q4_0" },
+        { "K8V4",  "q8_0", "kvq4" },
+        { "k5v4",  "kvq5", "kvq4" },
         { "k16v8", "f16",  "q8_0" },
         { "k32v32","f32",  "f32"  },
     };
@@ -136,7 +141,7 @@ int main() {
         CHECK(kvq_types_from_preset(t.preset, &k, &v), "'%s': %s", t.preset, kvq_last_error());
         CHECK(!strcmp(kvq_type_name(k), t.k) && !strcmp(kvq_type_name(v), t.v), "'%s' is %s/%s", t.preset, kvq_type_name(k), kvq_type_name(v));
     }
-    for (const char * preset : { "", "k8", "v4", "k8v", "kv", "k8v4x", "8v4", "k6v3", "k3v3", "32", "6", "q8_0", "k8v4,:2=8", "k-8v4" }) {
+    for (const char * preset : { "", "k8", "v4", "k8v", "kv", "k8v4x", "8v4", "k7v3", "k3v1", "32", "6", "q8_0", "k8v4,:2=8", "k-8v4" }) {
         ggml_type k = GGML_TYPE_F32;
         ggml_type v = GGML_TYPE_F32;
         CHECK(!kvq_types_from_preset(preset, &k, &v), "'%s' is accepted", preset);

@@ -116,7 +116,7 @@ def test_compare_end_to_end(smollm2: Path, synth_model: Callable[..., Path], too
     files = {p.suffix: p for p in out.iterdir()}
     assert sorted(files) == [".csv", ".jsonl", ".png", ".svg"]
     rows = list(results.read(files[".jsonl"]))
-    labels = ["F16", "K8V4", "q4_0,:1=q8_0/q4_1"]
+    labels = ["F16", "K8V4", "kvq4,:1=q8_0/q4_1"]
     assert sorted((r.kind, r.config) for r in rows) == sorted(
         (kind, label) for label in labels for kind in ("memory", "speed", "speed", "quality")
     )
@@ -131,8 +131,8 @@ def test_compare_end_to_end(smollm2: Path, synth_model: Callable[..., Path], too
         else:
             assert r.text == "my text.txt" and r.kld_floor is not None
     mixed = next(r for r in rows if r.config == labels[2])
-    assert mixed.layer_types == [[1, "q8_0", "q4_1"], [2, "q4_0", "q4_1"]]
-    assert (mixed.type_k, mixed.type_v) == ("q8_0+q4_0", "q4_1")
+    assert mixed.layer_types == [[1, "q8_0", "q4_1"], [2, "kvq4", "q4_1"]]
+    assert (mixed.type_k, mixed.type_v) == ("q8_0+kvq4", "q4_1")
     with open(files[".csv"], encoding="utf-8", newline="") as f:
         assert [r["config"] for r in csv.DictReader(f)] == labels
     for label in labels:

@@ -20,6 +20,8 @@ import psutil
 import pytest
 import start_line
 
+from kvsplit.cache_types import is_quantized
+
 pytestmark = [pytest.mark.native, pytest.mark.model]
 
 N_LAYER = 6
@@ -30,7 +32,10 @@ N_CTX = 256
 COMMON_TOOLS = ["llama-cli", "llama-completion", "llama-server", "llama-perplexity"]
 TOOLS = [*COMMON_TOOLS, "llama-bench"]
 
-TYPES = "32 (f32), 16 (f16), 8 (q8_0), 5 (q5_0), 4 (q4_0), and by name bf16, q5_1, q4_1, iq4_nl"
+TYPES = (
+    "32 (f32), 16 (f16), 8 (q8_0), 6 (kvq6), 5 (kvq5), 4 (kvq4), 3 (kvq3), 2 (kvq2), "
+    "and by name bf16, q5_0, q5_1, q4_0, q4_1, iq4_nl"
+)
 
 
 class Run(NamedTuple):
@@ -198,45 +203,49 @@ def tools(tool: Callable[[str], Path], smollm2: Path, synth_model: Callable[...,
 
 
 def by_layer(default: str, **exceptions: str) -> List[str]:
-    """Types of all layers: by_layer("q4_0", l0="q8_0")."""
+    """Types of all layers: by_layer("kvq4", l0="q8_0")."""
     return [exceptions.get(f"l{i}", default) for i in range(N_LAYER)]
 
 
-ENDS = by_layer("q4_0", l0="q8_0", l1="q8_0", l4="q8_0", l5="q8_0")
+ENDS = by_layer("kvq4", l0="q8_0", l1="q8_0", l4="q8_0", l5="q8_0")
 
 # command line, environment, K and V
 SPELLINGS: List[Any] = [
     ("", {}, "f16", "f16"),
-    ("--kvq 8", {}, "q8_0", "q4_0"),
-    ("--kvq 4", {}, "q4_0", "q4_0"),
+    ("--kvq 8", {}, "q8_0", "kvq4"),
+    ("--kvq 4", {}, "kvq4", "kvq4"),
     ("--kvq 16", {}, "f16", "f16"),
-    ("--kvq k5v4", {}, "q5_0", "q4_0"),
-    ("--kvq ' K8V4 '", {}, "q8_0", "q4_0"),
+    ("--kvq k5v4", {}, "kvq5", "kvq4"),
+    ("--kvq ' K8V4 '", {}, "q8_0", "kvq4"),
     ("--kvq k32v16", {}, "f32", "f16"),
-    ("--kvq-key 4 --kvq-val 8", {}, "q4_0", "q8_0"),
+    ("--kvq-key 4 --kvq-val 8", {}, "kvq4", "q8_0"),
     ("--kvq-key 16 --kvq-val 8", {}, "f16", "q8_0"),
     ("--kvq-val 4,:2=8,-2:=8", {}, "f16", ENDS),
-    ("--kvq-key ' Q4_0 , 3 = 8, ::5=F32' --kvq-val bf16", {}, by_layer("q4_0", l0="f32", l3="q8_0", l5="f32"), "bf16"),
+    ("--kvq-key ' KVQ4 , 3 = 8, ::5=F32' --kvq-val bf16", {}, by_layer("kvq4", l0="f32", l3="q8_0", l5="f32"), "bf16"),
     ("--kvq-key iq4_nl --kvq-val q5_1", {}, "iq4_nl", "q5_1"),
-    ("--kvq-key q4_1 --kvq-val q5_0", {}, "q4_1", "q5_0"),
-    ("--flash-attn --kvq 8", {}, "q8_0", "q4_0"),
-    ("--kvq 8 -fa", {}, "q8_0", "q4_0"),
-    ("--kvq k8v4 --kvq-val 5", {}, "q8_0", "q5_0"),
-    ("--kvq-val 5 --kvq k8v4", {}, "q8_0", "q5_0"),
+    ("--kvq-key q4_1 --kvq-val kvq5", {}, "q4_1", "kvq5"),
+    ("--kvq-key q5_0 --kvq-val Q4_0", {}, "q5_0", "q4_0"),
+    ("--kvq k6v3", {}, "kvq6", "kvq3"),
+    ("--kvq k3v2", {}, "kvq3", "kvq2"),
+    ("--kvq-key 2,0=6 --kvq-val 3,-1=5", {}, by_layer("kvq2", l0="kvq6"), by_layer("kvq3", l5="kvq5")),
+    ("--flash-attn --kvq 8", {}, "q8_0", "kvq4"),
+    ("--kvq 8 -fa", {}, "q8_0", "kvq4"),
+    ("--kvq k8v4 --kvq-val 5", {}, "q8_0", "kvq5"),
+    ("--kvq-val 5 --kvq k8v4", {}, "q8_0", "kvq5"),
     ("-ctk q5_1 --kvq-val 8", {}, "q5_1", "q8_0"),
     ("--kvq-key 8 -ctv q4_1", {}, "q8_0", "q4_1"),
-    ("-ctk q8_0 -ctv q4_0", {}, "q8_0", "q4_0"),
-    ("", {"LLAMA_ARG_KVQ": "8"}, "q8_0", "q4_0"),
+    ("-ctk q8_0 -ctv kvq4", {}, "q8_0", "kvq4"),
+    ("", {"LLAMA_ARG_KVQ": "8"}, "q8_0", "kvq4"),
     ("", {"LLAMA_ARG_KVQ_KEY": "8", "LLAMA_ARG_KVQ_VAL": "4,:2=8,-2:=8"}, "q8_0", ENDS),
-    ("", {"LLAMA_ARG_KVQ": "8", "LLAMA_ARG_KVQ_VAL": "5"}, "q8_0", "q5_0"),
+    ("", {"LLAMA_ARG_KVQ": "8", "LLAMA_ARG_KVQ_VAL": "5"}, "q8_0", "kvq5"),
     # the nearer source wins
-    ("--kvq 4", {"LLAMA_ARG_KVQ": "8"}, "q4_0", "q4_0"),
-    ("--kvq 4", {"LLAMA_ARG_KVQ_VAL": "8"}, "q4_0", "q4_0"),
-    ("--kvq 8", {"LLAMA_ARG_CACHE_TYPE_K": "q5_1"}, "q8_0", "q4_0"),
+    ("--kvq 4", {"LLAMA_ARG_KVQ": "8"}, "kvq4", "kvq4"),
+    ("--kvq 4", {"LLAMA_ARG_KVQ_VAL": "8"}, "kvq4", "kvq4"),
+    ("--kvq 8", {"LLAMA_ARG_CACHE_TYPE_K": "q5_1"}, "q8_0", "kvq4"),
     ("-ctk f16 -ctv f16", {"LLAMA_ARG_KVQ": "8"}, "f16", "f16"),
     # each side by itself
-    ("-ctk f16", {"LLAMA_ARG_KVQ": "8"}, "f16", "q4_0"),
-    ("--kvq-val 5", {"LLAMA_ARG_KVQ": "8"}, "q8_0", "q5_0"),
+    ("-ctk f16", {"LLAMA_ARG_KVQ": "8"}, "f16", "kvq4"),
+    ("--kvq-val 5", {"LLAMA_ARG_KVQ": "8"}, "q8_0", "kvq5"),
 ]
 
 
@@ -248,8 +257,8 @@ def test_spellings(tools: Tools, name: str, spelling: Any) -> None:
     cache = tools.cache(name, args, env=env)
     assert (cache.k, cache.v) == (k, v)
     for layer in cache.layers:
-        assert layer.rot_k == (HEAD if layer.k.startswith(("q", "iq")) else 0)
-        assert layer.rot_v == (HEAD if layer.v.startswith(("q", "iq")) else 0)
+        assert layer.rot_k == (HEAD if is_quantized(layer.k) else 0)
+        assert layer.rot_v == (HEAD if is_quantized(layer.v) else 0)
         assert layer.flash and layer.where == "CPU"
     bits = sum(start_line.BITS[t] for t in (*cache.k, *cache.v))
     mib = bits / 8 * N_CTX * N_HEAD_KV * HEAD / 2**20
@@ -271,7 +280,7 @@ def test_help(tools: Tools, name: str) -> None:
 @pytest.mark.parametrize("name", COMMON_TOOLS)
 def test_draft_flags_leave_the_main_model_alone(tools: Tools, name: str) -> None:
     cache = tools.cache(name, "--kvq-draft k8v8 --kvq-key-draft 4,:1=8 --kvq-val-draft q5_1 --kvq-key 5")
-    assert (cache.k, cache.v) == (by_layer("q5_0"), by_layer("f16"))
+    assert (cache.k, cache.v) == (by_layer("kvq5"), by_layer("f16"))
 
 
 # command line, environment, what the message must hold
@@ -300,9 +309,9 @@ MISTAKES: List[Any] = [
     ("-ctk f16 --kvq 8", {}, ["--kvq", "--cache-type-k", "keys"]),
     ("--kvq 16 -ctv f16", {}, ["--kvq", "--cache-type-v", "values"]),
     ("--kvq-key 8 -ctk f16", {}, ["--kvq-key", "--cache-type-k", "keys"]),
-    ("--kvq-val 8 -ctv q4_0 -ctk q4_0", {}, ["--kvq-val", "--cache-type-v", "values"]),
-    ("--kvq 8 -fa off", {}, ["quantized values (q4_0) need flash attention", "-fa on", "--kvq-val 16"]),
-    ("--kvq-val 16,-1=5 -fa off", {}, ["quantized values (f16,-1=q5_0) need flash attention", "--kvq-val 16"]),
+    ("--kvq-val 8 -ctv kvq4 -ctk kvq4", {}, ["--kvq-val", "--cache-type-v", "values"]),
+    ("--kvq 8 -fa off", {}, ["quantized values (kvq4) need flash attention", "-fa on", "--kvq-val 16"]),
+    ("--kvq-val 16,-1=5 -fa off", {}, ["quantized values (f16,-1=kvq5) need flash attention", "--kvq-val 16"]),
     ("-ctv q8_0 -fa off", {}, ["quantized values (q8_0) need flash attention"]),
     ("", {"LLAMA_ARG_KVQ": "6"}, ["LLAMA_ARG_KVQ", "'6' is no preset"]),
     ("", {"LLAMA_ARG_KVQ_VAL": "3"}, ["LLAMA_ARG_KVQ_VAL", "'3' is no cache type", TYPES]),
@@ -342,8 +351,8 @@ def test_head_size(
     assert "keys can't be stored as q8_0" in message and f"head size {head}" in message
     assert "--kvq-key 16" in message
     if flash != "-fa off":
-        message = tools.error(name, f"-ctv q4_0 {flash}", model=model)
-        assert "values can't be stored as q4_0" in message and f"head size {head}" in message
+        message = tools.error(name, f"-ctv kvq4 {flash}", model=model)
+        assert "values can't be stored as kvq4" in message and f"head size {head}" in message
     cache = tools.cache(name, flash, model=model)
     assert cache.k == cache.v == ["f16", "f16"] and cache.layers[0].flash == (flash != "-fa off")
 
@@ -409,12 +418,12 @@ def config(tmp_path: Path) -> Iterator[Callable[[str], Dict[str, str]]]:
 
 def test_config_file_is_the_farthest_source(tools: Tools, config: Callable[[str], Dict[str, str]]) -> None:
     env = config("[*]\nctk = q4_1\nkvq-val = 8,:1=4\n")
-    v = by_layer("q8_0", l0="q4_0")
+    v = by_layer("q8_0", l0="kvq4")
     for args, more, want in [
         ("", {}, (by_layer("q4_1"), v)),
-        ("", {"LLAMA_ARG_KVQ_KEY": "5"}, (by_layer("q5_0"), v)),
-        ("", {"LLAMA_ARG_KVQ": "4"}, (by_layer("q4_0"), by_layer("q4_0"))),
-        ("--kvq-key 8", {"LLAMA_ARG_KVQ": "4"}, (by_layer("q8_0"), by_layer("q4_0"))),
+        ("", {"LLAMA_ARG_KVQ_KEY": "5"}, (by_layer("kvq5"), v)),
+        ("", {"LLAMA_ARG_KVQ": "4"}, (by_layer("kvq4"), by_layer("kvq4"))),
+        ("--kvq-key 8", {"LLAMA_ARG_KVQ": "4"}, (by_layer("q8_0"), by_layer("kvq4"))),
         ("-ctk f16", {"LLAMA_ARG_KVQ_KEY": "5"}, (by_layer("f16"), v)),
         ("--kvq 16", {}, (by_layer("f16"), by_layer("f16"))),
     ]:
@@ -428,15 +437,15 @@ def test_both_in_a_config_file(tools: Tools, config: Callable[[str], Dict[str, s
 
 
 BENCH: List[Any] = [
-    ("--kvq k8v4;k4v4", {}, [("q8_0", "q4_0"), ("q4_0", "q4_0")]),
-    ("--kvq 8 --kvq 16", {}, [("q8_0", "q4_0"), ("f16", "f16")]),
-    ("--kvq-key 8;4 --kvq-val 4", {}, [("q8_0", "q4_0"), ("q4_0", "q4_0")]),
-    ("--kvq-key 8 --kvq-key 4 --kvq-val 4;5", {}, [(k, v) for k in ("q8_0", "q4_0") for v in ("q4_0", "q5_0")]),
-    ("--kvq 8;4 --kvq-val 5", {}, [("q8_0", "q5_0"), ("q4_0", "q5_0")]),
+    ("--kvq k8v4;k4v4", {}, [("q8_0", "kvq4"), ("kvq4", "kvq4")]),
+    ("--kvq 8 --kvq 16", {}, [("q8_0", "kvq4"), ("f16", "f16")]),
+    ("--kvq-key 8;4 --kvq-val 4", {}, [("q8_0", "kvq4"), ("kvq4", "kvq4")]),
+    ("--kvq-key 8 --kvq-key 4 --kvq-val 4;5", {}, [(k, v) for k in ("q8_0", "kvq4") for v in ("kvq4", "kvq5")]),
+    ("--kvq 8;4 --kvq-val 5", {}, [("q8_0", "kvq5"), ("kvq4", "kvq5")]),
     ("-ctk f16,q8_0 -ctv f16", {}, [("f16", "f16"), ("q8_0", "f16")]),
-    ("-ctk f16,q8_0 --kvq-val 4,:2=8", {}, [("f16", "q4_0,0:2=q8_0"), ("q8_0", "q4_0,0:2=q8_0")]),
-    ("--kvq-val 4,:2=8,-2:=8;8", {}, [("f16", "q8_0,2:4=q4_0"), ("f16", "q8_0")]),
-    ("", {"LLAMA_ARG_KVQ": "8;4"}, [("q8_0", "q4_0"), ("q4_0", "q4_0")]),
+    ("-ctk f16,q8_0 --kvq-val 4,:2=8", {}, [("f16", "kvq4,0:2=q8_0"), ("q8_0", "kvq4,0:2=q8_0")]),
+    ("--kvq-val 4,:2=8,-2:=8;8", {}, [("f16", "q8_0,2:4=kvq4"), ("f16", "q8_0")]),
+    ("", {"LLAMA_ARG_KVQ": "8;4"}, [("q8_0", "kvq4"), ("kvq4", "kvq4")]),
 ]
 
 
@@ -457,7 +466,7 @@ def test_bench_sweeps(tools: Tools, case: Any) -> None:
 
 def test_bench_table_names_policies(tools: Tools) -> None:
     done = tools.run("llama-bench", "--kvq-val 4,:2=8 -o md")
-    assert done.returncode == 0 and "| q4_0,0:2=q8_0 |" in done.stdout
+    assert done.returncode == 0 and "| kvq4,0:2=q8_0 |" in done.stdout
 
 
 def test_bench_refuses_the_draft_flags(tools: Tools) -> None:
@@ -486,7 +495,7 @@ def test_server_answers(tools: Tools, smollm2: Path, unified: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(answers) == 2 and all("Rome" in a for a in answers), answers
     cache = start_line.one(done.stderr)
-    assert cache.k == ["f16"] * 2 + ["q8_0"] * 28 and cache.v == ["q4_0"] * 28 + ["q8_0"] * 2
+    assert cache.k == ["f16"] * 2 + ["q8_0"] * 28 and cache.v == ["kvq4"] * 28 + ["q8_0"] * 2
     # 1024 cells, shared or 512 for each of two
     mib = (2 * 16 + 28 * 8.5 + 28 * 4.5 + 2 * 8.5) / 8 * 1024 * 3 * 64 / 2**20
     assert cache.mib == pytest.approx(mib, abs=0.02)
@@ -496,14 +505,14 @@ def test_draft_model_has_types_of_its_own(tools: Tools) -> None:
     args = f"--kvq 8 -md '{tools.model}' --spec-type draft-simple -fit off"
     for more, k, v in [
         ("--kvq-draft k8v8", "q8_0", "q8_0"),
-        ("--kvq-draft 16 --kvq-key-draft 5 --kvq-val-draft q4_1", "q5_0", "q4_1"),
-        ("-ctkd q8_0 --kvq-val-draft 4", "q8_0", "q4_0"),
+        ("--kvq-draft 16 --kvq-key-draft 5 --kvq-val-draft q4_1", "kvq5", "q4_1"),
+        ("-ctkd q8_0 --kvq-val-draft 4", "q8_0", "kvq4"),
         ("", "f16", "f16"),
     ]:
         done = tools.run("llama-server", f"{args} {more}")
         assert done.returncode == 0, done.stderr[-3000:]
         main, draft = start_line.one(done.stderr), start_line.one(done.stderr, draft=True)
-        assert (main.k, main.v) == (by_layer("q8_0"), by_layer("q4_0"))
+        assert (main.k, main.v) == (by_layer("q8_0"), by_layer("kvq4"))
         assert (draft.k, draft.v) == (by_layer(k), by_layer(v)), more
 
 
@@ -522,14 +531,14 @@ def test_draft_decodes(tools: Tools) -> None:
 def test_policy_of_the_file(tools: Tools, smollm2: Path, synth_model: Callable[..., Path]) -> None:
     meta = (("kvq.key", "8,:1=16"), ("kvq.val", "5"))
     model = synth_model(tokenizer=smollm2, n_layer=N_LAYER, extra=meta)
-    k, v = by_layer("q8_0", l0="f16"), by_layer("q5_0")
+    k, v = by_layer("q8_0", l0="f16"), by_layer("kvq5")
     for args, want in [
         ("", (k, v)),
-        ("--kvq 4", (by_layer("q4_0"), by_layer("q4_0"))),
-        ("--kvq-val 4", (k, by_layer("q4_0"))),
+        ("--kvq 4", (by_layer("kvq4"), by_layer("kvq4"))),
+        ("--kvq-val 4", (k, by_layer("kvq4"))),
         ("-ctk f16", (by_layer("f16"), v)),
         ("--kvq 16", (by_layer("f16"), by_layer("f16"))),
-        ("--override-kv kvq.key=str:4", (by_layer("q4_0"), v)),
+        ("--override-kv kvq.key=str:4", (by_layer("kvq4"), v)),
     ]:
         cache = tools.cache("llama-completion", args, model=model)
         assert (cache.k, cache.v) == want, args
@@ -551,7 +560,7 @@ def test_policy_of_a_file_that_is_malformed(
 
 def test_metadata_from_the_command_line(tools: Tools) -> None:
     cache = tools.cache("llama-completion", "--override-kv kvq.key=str:4,kvq.val=str:8")
-    assert (cache.k, cache.v) == (by_layer("q4_0"), by_layer("q8_0"))
+    assert (cache.k, cache.v) == (by_layer("kvq4"), by_layer("q8_0"))
     assert tools.cache("llama-completion", "--override-kv kvq.key=str:4 -ctk f16").k == by_layer("f16")
     assert "metadata kvq.key" in tools.error("llama-completion", "--override-kv kvq.key=str:6")
 
@@ -559,9 +568,9 @@ def test_metadata_from_the_command_line(tools: Tools) -> None:
 @pytest.mark.parametrize(
     "published, k, v",
     [
-        ("--flash-attn --kvq 8", "q8_0", "q4_0"),
-        ("--kvq-key 4 --kvq-val 8", "q4_0", "q8_0"),
-        ("--kvq 4", "q4_0", "q4_0"),
+        ("--flash-attn --kvq 8", "q8_0", "kvq4"),
+        ("--kvq-key 4 --kvq-val 8", "kvq4", "q8_0"),
+        ("--kvq 4", "kvq4", "kvq4"),
         ("--kvq-key 16 --kvq-val 8", "f16", "q8_0"),
     ],
 )

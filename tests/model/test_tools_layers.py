@@ -12,10 +12,15 @@ from typing import Any, Callable, List
 import pytest
 import start_line
 
+from kvsplit.cache_types import is_quantized
+
 pytestmark = [pytest.mark.native, pytest.mark.model]
 
 # Quantized layers after plain ones and before; both sides quantized, alike and not.
 POLICIES = ["16,2:=4", "4,:2=16", "16,:2=4", "4,2:=16", "8", "4", "4", "4"]
+
+# Our formats at every width, with each other and with upstream's.
+FORMATS = ["6", "3", "6", "5", "4", "2", "3", "3", "3,:2=6", "2,2:=5", "q4_0,1=5", "4,:2=iq4_nl"]
 
 SHAPES = {
     "head-64": {"n_layer": 6},
@@ -53,12 +58,12 @@ def run_contexts(tool: Callable[[str], Path], model: Path, policies: List[str]) 
 def test_contexts_of_synthetic_models(
     tool: Callable[[str], Path], smollm2: Path, synth_model: Callable[..., Path], shape: str
 ) -> None:
-    run_contexts(tool, synth_model(tokenizer=smollm2, **SHAPES[shape]), POLICIES)
+    run_contexts(tool, synth_model(tokenizer=smollm2, **SHAPES[shape]), POLICIES + FORMATS)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_contexts_of_real_models(request: pytest.FixtureRequest, tool: Callable[[str], Path], name: str) -> None:
-    run_contexts(tool, request.getfixturevalue(name), ["16,2:=4", "4,:2=16", "16,:2=4", "4,2:=16", "8", "4"])
+    run_contexts(tool, request.getfixturevalue(name), ["16,2:=4", "4,:2=16", "16,:2=4", "4,2:=16", "8", "4", *FORMATS])
 
 
 def test_a_head_that_blocks_do_not_divide(tool: Callable[[str], Path], smollm2: Path, synth_model: Any) -> None:
@@ -74,13 +79,25 @@ SHIFT = "-n 300 -c 256 --context-shift --keep 4 --ignore-eos -no-cnv -t 1 --temp
 @pytest.mark.parametrize(
     "head, rotate, types",
     [
-        (96, True, ["-ctk", "q8_0", "-ctv", "q4_0"]),
+        (96, True, ["-ctk", "q8_0", "-ctv", "kvq4"]),
         (96, True, ["--kvq-key", "8,:1=16", "--kvq-val", "4,1:=16"]),
-        (64, False, ["-ctk", "q8_0", "-ctv", "q4_0"]),
+        (64, False, ["-ctk", "q8_0", "-ctv", "kvq4"]),
         (64, False, ["--kvq-key", "16,:1=4", "--kvq-val", "4"]),
         (64, True, ["--kvq-key", "16,:1=4", "--kvq-val", "4"]),
+        (64, True, ["--kvq", "k6v3"]),
+        (96, True, ["--kvq", "k3v2"]),
+        (64, True, ["-ctk", "q8_0", "-ctv", "q4_0"]),
     ],
-    ids=["head-96", "head-96-by-layer", "no-rotation", "no-rotation-by-layer", "rotation-by-layer"],
+    ids=[
+        "head-96",
+        "head-96-by-layer",
+        "no-rotation",
+        "no-rotation-by-layer",
+        "rotation-by-layer",
+        "k6v3",
+        "head-96-k3v2",
+        "upstream-types",
+    ],
 )
 def test_context_shift_on_the_command_line(
     run_tool: Any, smollm2: Path, synth_model: Callable[..., Path], head: int, rotate: bool, types: List[str]
@@ -92,8 +109,8 @@ def test_context_shift_on_the_command_line(
     assert done.returncode == 0, done.stderr[-3000:]
     size = 64 if rotate and head % 64 == 0 else 0
     for layer in start_line.one(done.stderr).layers:
-        assert layer.rot_k == (size if layer.k.startswith("q") else 0)
-        assert layer.rot_v == (size if layer.v.startswith("q") else 0)
+        assert layer.rot_k == (size if is_quantized(layer.k) else 0)
+        assert layer.rot_v == (size if is_quantized(layer.v) else 0)
     assert len(done.stdout.split()) > 50
 
 
@@ -125,9 +142,9 @@ def test_layers_of_both_caches_are_counted_once(run_tool: Any, gemma3: Path) -> 
     done = completion(run_tool, gemma3, "--kvq-key", "8,:2=16,5=4", "--kvq-val", "4,-1=8")
     assert done.returncode == 0, done.stderr[-3000:]
     cache = start_line.one(done.stderr)
-    k, v = ["q8_0"] * 18, ["q4_0"] * 18
+    k, v = ["q8_0"] * 18, ["kvq4"] * 18
     k[0] = k[1] = "f16"
-    k[5] = "q4_0"
+    k[5] = "kvq4"
     v[17] = "q8_0"
     assert (cache.k, cache.v) == (k, v)
     assert {x.rot_v for x in cache.layers} == {64} and {x.where for x in cache.layers} == {"CPU"}

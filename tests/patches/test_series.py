@@ -45,6 +45,21 @@ def test_series_is_whole_and_small(source: Path) -> None:
     assert added and int(added.group(1)) <= int(added.group(2)) <= 500
 
 
+def test_ids_of_types_are_apart_from_upstreams(tmp_path: Path, source: Path) -> None:
+    """A release that enters our block of ids, which saved sessions store, must not be moved to."""
+    done = run(sys.executable, PATCHQ, "pristine", "--dir", tmp_path / "pristine")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "pristine" / "ggml" / "include" / "ggml.h").read_text()
+    enum = text[text.index("enum ggml_type {") :].split("};")[0]
+    ids = {k: int(v) for k, v in re.findall(r"(GGML_TYPE_\w+)\s*=\s*(\d+)", enum)}
+    formats = (REPO / "ggml-ext" / "kvq-formats.h").read_text()
+    first, count = (
+        int(re.search(rf"#define {name} +(\d+)", formats)[1])  # type: ignore[index]
+        for name in ("KVQ_ID_FIRST", "KVQ_UPSTREAM_TYPE_COUNT")
+    )
+    assert ids["GGML_TYPE_COUNT"] == count and max(ids.values()) < first
+
+
 def test_index_has_every_patch() -> None:
     series = (REPO / "patches" / "series").read_text().split()
     files = sorted(p.name for p in (REPO / "patches").glob("*.patch"))

@@ -74,7 +74,7 @@ def test_help_and_version(cli: Run) -> None:
         (["memory", "M", "--kvq", "6"], "'6'"),
         (["memory", "M", "--kvq-key", "8,99=4"], "kvq_key"),
         (["memory", "M", "--kvq-val", "q9"], "kvq_val"),
-        (["compare", "M", "--config", "K6V5"], "--config"),
+        (["compare", "M", "--config", "K7V5"], "--config"),
         (["models", "pull", "gpt5"], "smollm2"),
     ],
 )
@@ -114,7 +114,7 @@ def test_memory_by_layer(cli: Run, synth_model: Make) -> None:
     path = synth_model(n_layer=5)
     res = cli("memory", path, "--kvq-val", "4,:2=8,-2:=8", "--ctx", 256)
     rows = [s.split() for s in res.stdout.splitlines() if "2x64" in s]
-    assert [r[5] for r in rows] == ["q8_0", "q8_0", "q4_0", "q8_0", "q8_0"]
+    assert [r[5] for r in rows] == ["q8_0", "q8_0", "kvq4", "q8_0", "q8_0"]
     data = json.loads(cli("memory", path, "--kvq", "8", "--np", 4, "--ctx", 1000, "--json").stdout)
     (config,) = data["configs"]
     assert config["n_ctx"] == 1024 and len(config["layers"]) == 5
@@ -135,7 +135,7 @@ def test_memory_tells_the_files_own_policy(cli: Run, synth_model: Make) -> None:
 def test_in_a_pipe(cli: Run, synth_model: Make, env: Any) -> None:
     res = cli("memory", synth_model(), env=env)
     assert res.returncode == 0 and "\x1b" not in res.stdout
-    assert any("K8V4" in s and "q8_0/q4_0" in s and "%" in s for s in res.stdout.splitlines())
+    assert any("K8V4" in s and "q8_0/kvq4" in s and "%" in s for s in res.stdout.splitlines())
     if "PYTHONIOENCODING" in env:
         assert res.stdout.isascii()
 
@@ -240,8 +240,8 @@ def test_run_passes_everything_on(cli: Run, synth_model: Make, tool: Callable[[s
     for args in (["--model", path, "-p", "a b"], ["-m", path, "a b"], [path, "--prompt", "a b"]):
         res = cli("run", *args, env={"KVSPLIT_NATIVE_DIR": str(fake.parent)})
         assert json.loads(res.stdout)[:4] == ["-m", str(path), "-p", "a b"]
-    res = cli("run", path, "hi", "--kvq", "k6v4")
-    assert res.returncode == 2 and "32 16 8 5 4" in _one_line(res)
+    res = cli("run", path, "hi", "--kvq", "k7v4")
+    assert res.returncode == 2 and "32 16 8 6 5 4 3 2" in _one_line(res)
 
 
 def _heed_ctrl_c() -> None:

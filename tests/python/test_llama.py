@@ -40,15 +40,15 @@ def _types(path: Path, **kw: Any) -> Any:
     ("kw", "types"),
     [
         ({}, ("f16", "f16")),
-        ({"kvq": 8}, ("q8_0", "q4_0")),
-        ({"kvq": "K4V8"}, ("q4_0", "q8_0")),
+        ({"kvq": 8}, ("q8_0", "kvq4")),
+        ({"kvq": "K4V8"}, ("kvq4", "q8_0")),
         ({"kvq": KVQuant("q5_1", "iq4_nl")}, ("q5_1", "iq4_nl")),
         ({"kvq_key": 8}, ("q8_0", "f16")),
         ({"kvq_val": "bf16"}, ("f16", "bf16")),
         ({"kvq": "k8v4", "kvq_val": 8}, ("q8_0", "q8_0")),
         ({"type_k": "q8_0", "type_v": "Q4_0"}, ("q8_0", "q4_0")),
         ({"type_k": 8, "type_v": 2}, ("q8_0", "q4_0")),  # llama-cpp-python's integers
-        ({"type_k": 1, "kvq_val": 4}, ("f16", "q4_0")),
+        ({"type_k": 1, "kvq_val": 4}, ("f16", "kvq4")),
     ],
 )
 def test_spellings(synth_model: Make, kw: Dict[str, Any], types: Any) -> None:
@@ -57,18 +57,18 @@ def test_spellings(synth_model: Make, kw: Dict[str, Any], types: Any) -> None:
 
 def test_by_layer(synth_model: Make) -> None:
     assert _types(synth_model(n_layer=4), kvq_key="16,:2=4", kvq_val="4,-1=q4_1") == [
-        ("q4_0", "q4_0"),
-        ("q4_0", "q4_0"),
-        ("f16", "q4_0"),
+        ("kvq4", "kvq4"),
+        ("kvq4", "kvq4"),
+        ("f16", "kvq4"),
         ("f16", "q4_1"),
     ]
 
 
 def test_policy_of_the_file(synth_model: Make) -> None:
     path = synth_model(extra=(("kvq.key", "8"), ("kvq.val", "8,0=4")))
-    assert _types(path) == [("q8_0", "q4_0"), ("q8_0", "q8_0")]
+    assert _types(path) == [("q8_0", "kvq4"), ("q8_0", "q8_0")]
     # said, though it equals the default: it counts
-    assert _types(path, type_k="f16") == [("f16", "q4_0"), ("f16", "q8_0")]
+    assert _types(path, type_k="f16") == [("f16", "kvq4"), ("f16", "q8_0")]
     assert _types(path, kvq=16) == [("f16", "f16")] * 2
 
 
@@ -115,7 +115,7 @@ def test_two_ways_for_one_side(synth_model: Make, kw: Dict[str, Any]) -> None:
     assert all(name in str(e.value) for name in kw)
 
 
-@pytest.mark.parametrize("kw", [{"kvq": "6"}, {"kvq": "k3v2"}, {"kvq_key": "8,9=4"}, {"kvq_val": "8,1:1=4"}])
+@pytest.mark.parametrize("kw", [{"kvq": "6"}, {"kvq": "k7v2"}, {"kvq_key": "8,9=4"}, {"kvq_val": "8,1:1=4"}])
 def test_bad_policies(synth_model: Make, kw: Dict[str, Any]) -> None:
     with pytest.raises(KVQuantError, match=next(iter(kw))):
         kvsplit.Llama(synth_model(), verbose=False, **kw)
@@ -123,9 +123,9 @@ def test_bad_policies(synth_model: Make, kw: Dict[str, Any]) -> None:
 
 def test_flash_attention(synth_model: Make) -> None:
     path = synth_model()
-    with pytest.raises(FlashAttentionError, match="flash_attn.*q4_0"):
+    with pytest.raises(FlashAttentionError, match="flash_attn.*kvq4"):
         kvsplit.Llama(path, kvq=8, flash_attn=False, verbose=False)
-    with pytest.raises(FlashAttentionError, match="q4_0"):
+    with pytest.raises(FlashAttentionError, match="kvq4"):
         kvsplit.Llama(synth_model(extra=(("kvq.val", "4"),)), flash_attn=False, verbose=False)
     # quantized keys alone work without it
     assert _types(path, kvq_key=8, flash_attn=False) == [("q8_0", "f16")] * 2
@@ -169,7 +169,7 @@ def test_kv_cache_tells(synth_model: Make) -> None:
     assert cache.bytes_f16 == row * 2 * 8
     assert cache.saving == 1 - cache.total_bytes / cache.bytes_f16
     data = json.loads(json.dumps(cache.to_json()))
-    assert data["bytes"] == cache.total_bytes and [x["type_k"] for x in data["layers"]][1] == "q4_0"
+    assert data["bytes"] == cache.total_bytes and [x["type_k"] for x in data["layers"]][1] == "kvq4"
     assert {(x.rot_k, x.rot_v) for x in cache.layers} == {(64, 64)}
     text = repr(cache)
     assert "q8_0" in text and "2 layers (0 3)" in text and "2 layers (1-2)" in text
@@ -183,10 +183,10 @@ def test_state_of_a_copy_has_no_handles(synth_model: Make) -> None:
     llm = kvsplit.Llama(synth_model(), kvq="k8v4", n_ctx=256, verbose=False)
     state = llm.__getstate__()
     llm.close()
-    assert (state["kvq_key"], state["kvq_val"]) == ("q8_0", "q4_0") and "type_k" not in state
+    assert (state["kvq_key"], state["kvq_val"]) == ("q8_0", "kvq4") and "type_k" not in state
     again = kvsplit.Llama.__new__(kvsplit.Llama)
     again.__setstate__(state)
-    assert again.kv_cache.types == [("q8_0", "q4_0")] * 2
+    assert again.kv_cache.types == [("q8_0", "kvq4")] * 2
     again.close()
 
 

@@ -200,7 +200,7 @@ def test_mla_stores_keys_only(tmp_path: Path) -> None:
 def test_policy_in_the_file_counts_unless_another_is_given(tmp_path: Path) -> None:
     path = synth.write_model(tmp_path / "m.gguf", synth.Shape(extra=(("kvq.key", "8"), ("kvq.val", "4,0=8"))))
     m = kv_memory(path, None, 256)
-    assert [(x.type_k, x.type_v) for x in m.layers] == [("q8_0", "q8_0"), ("q8_0", "q4_0")]
+    assert [(x.type_k, x.type_v) for x in m.layers] == [("q8_0", "q8_0"), ("q8_0", "kvq4")]
     assert kv_memory(path, "16", 256).saving == 0
 
 
@@ -219,8 +219,8 @@ def test_head_size_that_blocks_do_not_divide(head: int) -> None:
     # the row of all heads may divide where the head doesn't: 4 heads of 80 are 10 blocks
     with pytest.raises(HeadSizeError, match=rf"K type q8_0 .* head size {head}"):
         kv_memory(ModelShape.uniform(2, 4, head), "8", 256)
-    with pytest.raises(HeadSizeError, match="V type q4_0"):
-        kv_memory(ModelShape.uniform(2, 4, head), KVQuant("bf16", "q4_0"), 256)
+    with pytest.raises(HeadSizeError, match="V type kvq4"):
+        kv_memory(ModelShape.uniform(2, 4, head), KVQuant("bf16", "kvq4"), 256)
 
 
 @pytest.mark.parametrize("kw", [{"n_seq_max": 0}, {"n_ctx": -1}, {"n_batch": 0}, {"n_seq_max": 1000}])

@@ -30,9 +30,20 @@ def test_package_lock_is_the_vendored_one(repo: Path) -> None:
 def test_block_sizes_are_those_of_gguf() -> None:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    for t in CACHE_TYPES:
+    upstream = [t for t in CACHE_TYPES if not t.name.startswith("kvq")]
+    assert len(upstream) == 9
+    for t in upstream:
         kind = GGMLQuantizationType[t.name.upper()]
         assert (int(kind), *GGML_QUANT_SIZES[kind]) == (t.ggml_id, t.block, t.bytes)
+
+
+def test_block_sizes_of_our_formats_are_their_bits() -> None:
+    ours = [t for t in CACHE_TYPES if t.name.startswith("kvq")]
+    assert sorted(t.name for t in ours) == ["kvq2", "kvq3", "kvq4", "kvq5", "kvq6"]
+    for t in ours:
+        bits = int(t.name[-1])
+        # 32 values and a scale of 16 bits; ids are permanent
+        assert (t.ggml_id, t.block, 8 * t.bytes) == (448 + bits, 32, 32 * bits + 16)
 
 
 def test_missing_natives_say_where_they_were_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,7 +123,7 @@ def test_handles_are_above_all_types() -> None:
     lib = native.load()
     h = lib.handle("4,:2=8")
     assert h >= POLICY_BASE and h == lib.handle(" 4 , :2 = Q8_0")
-    assert lib.type_name(h) == "q4_0,:2=q8_0"
+    assert lib.type_name(h) == "kvq4,:2=q8_0"
     assert lib.handle("8") != 8
 
 
@@ -176,7 +187,7 @@ def test_layout_of_the_layer_struct(synth_model: Callable[..., Path]) -> None:
     llm.close()
     assert [x.il for x in layers] == [x.index for x in layers] == [0, 1, 2]
     assert {(x.n_cells, x.n_head_kv, x.head_k, x.head_v, x.type_k, x.type_v) for x in layers} == {
-        (256, 2, 64, 64, "q8_0", "q4_0")
+        (256, 2, 64, 64, "q8_0", "kvq4")
     }
     assert {(x.bytes_k, x.bytes_v) for x in layers} == {(256 * 4 * 34, 256 * 4 * 18)}
 

@@ -24,14 +24,18 @@ from kvsplit.policy import Slice, Spec
         (8, "q8_0"),
         (16, "f16"),
         ("32", "f32"),
-        ("5", "q5_0"),
+        ("6", "kvq6"),
+        ("5", "kvq5"),
+        ("3", "kvq3"),
+        ("2", "kvq2"),
+        ("Q4_0", "q4_0"),
         ("Q4_1", "q4_1"),
         (" iq4_nl ", "iq4_nl"),
-        ("4,:2=8,-2:=16", "q4_0,:2=q8_0,-2:=f16"),
-        ("4, : 2 = 8 , 3 = BF16", "q4_0,:2=q8_0,3=bf16"),
-        ("8,10:20:1=4", "q8_0,10:20=q4_0"),
-        ("8,::2=4", "q8_0,::2=q4_0"),
-        ("8,-0=4,007=5", "q8_0,0=q4_0,7=q5_0"),
+        ("4,:2=8,-2:=16", "kvq4,:2=q8_0,-2:=f16"),
+        ("4, : 2 = 8 , 3 = BF16", "kvq4,:2=q8_0,3=bf16"),
+        ("8,10:20:1=4", "q8_0,10:20=kvq4"),
+        ("8,::2=4", "q8_0,::2=kvq4"),
+        ("8,-0=4,007=5", "q8_0,0=kvq4,7=kvq5"),
     ],
 )
 def test_canonical_text(text: object, canonical: str) -> None:
@@ -40,8 +44,8 @@ def test_canonical_text(text: object, canonical: str) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ["", " ", "6", "3", "2", "7", "q8", "q4_k", "i8", "q8_1", "8,", "8,:2", "8,=4", "8,a=4", "8,1:2:3:4=4", "8,1.5=4"]
-    + ["8,::0=4", "8,::-1=4", "8,:2=", "8,:2=6", "8;4", "8 4", "8,:2=4=5", "08", "+8", "8,1234567890=4", "8,--1=4"],
+    ["", " ", "1", "7", "9", "q8", "kvq7", "kvq", "q4_k", "i8", "q8_1", "8,", "8,:2", "8,=4", "8,a=4", "8,1:2:3:4=4", "8,1.5=4"]
+    + ["8,::0=4", "8,::-1=4", "8,:2=", "8,:2=7", "8;4", "8 4", "8,:2=4=5", "08", "+8", "8,1234567890=4", "8,--1=4"],
 )
 def test_malformed_specs_name_the_argument_and_what_is_allowed(bad: str) -> None:
     with pytest.raises(KVQuantError) as e:
@@ -64,12 +68,12 @@ def test_specs_of_another_type(bad: object) -> None:
 @pytest.mark.parametrize(
     ("preset", "key", "val", "label"),
     [
-        ("8", "q8_0", "q4_0", "K8V4"),
-        (4, "q4_0", "q4_0", "K4V4"),
+        ("8", "q8_0", "kvq4", "K8V4"),
+        (4, "kvq4", "kvq4", "K4V4"),
         (16, "f16", "f16", "F16"),
-        ("K8V4", "q8_0", "q4_0", "K8V4"),
+        ("K8V4", "q8_0", "kvq4", "K8V4"),
         ("k16v8", "f16", "q8_0", "K16V8"),
-        ("k5v4", "q5_0", "q4_0", "K5V4"),
+        ("k5v4", "kvq5", "kvq4", "K5V4"),
     ],
 )
 def test_presets(preset: object, key: str, val: str, label: str) -> None:
@@ -83,21 +87,21 @@ def test_what_is_no_preset(bad: object) -> None:
         KVQuant.parse(bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("preset", ["k6v4", "k8v3", "k2v2", "k7v7"])
-def test_bits_that_do_not_exist_yet(preset: str) -> None:
-    with pytest.raises(CacheTypeError, match="32 16 8 5 4"):
+@pytest.mark.parametrize("preset", ["k1v4", "k8v9", "k12v2", "k7v7"])
+def test_bits_that_do_not_exist(preset: str) -> None:
+    with pytest.raises(CacheTypeError, match="32 16 8 6 5 4 3 2"):
         KVQuant.parse(preset)
 
 
 def test_sides_win_over_the_preset() -> None:
     assert KVQuant.parse("k8v4", val=16) == KVQuant("q8_0", "f16")
-    assert KVQuant.parse(KVQuant("4", "4"), key="8") == KVQuant("q8_0", "q4_0")
+    assert KVQuant.parse(KVQuant("4", "4"), key="8") == KVQuant("q8_0", "kvq4")
     assert KVQuant.parse() == KVQuant("f16", "f16")
 
 
 def test_later_exceptions_win_and_slices_are_pythons() -> None:
     q = KVQuant.parse(key="4,:2=8,-2:=16,1=5")
-    assert [k for k, _ in q.types(6)] == ["q8_0", "q5_0", "q4_0", "q4_0", "f16", "f16"]
+    assert [k for k, _ in q.types(6)] == ["q8_0", "kvq5", "kvq4", "kvq4", "f16", "f16"]
 
 
 @pytest.mark.parametrize("spec", ["8,6=4", "8,-7=4", "8,7:=4", "8,:7=4", "8,2:2=4", "8,4:2=4", "8,-7:=4"])

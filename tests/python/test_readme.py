@@ -39,7 +39,7 @@ def _rows(decode: Dict[str, float]) -> List[Dict[str, Any]]:
         "platform": "Linux", "cpu_info": "A CPU", "test_time": "",
     }  # fmt: skip
     rows: List[Dict[str, Any]] = []
-    for config, (k, v, size) in {"F16": ("f16", "f16", 400), "K8V4": ("q8_0", "q4_0", 100)}.items():
+    for config, (k, v, size) in {"F16": ("f16", "f16", 400), "K8V4": ("q8_0", "kvq4", 100)}.items():
         ours = {**same, "config": config, "kvq_key": k, "kvq_val": v, "type_k": k, "type_v": v}
         rows.append({**ours, "kind": "memory", "n_ctx": 4096, "kv_bytes": size << 20, "kv_bytes_f16": 400 << 20,
                      "saving": 1 - size / 400, "bits_per_value": 16.0, "backend_decode": "CPU"})  # fmt: skip
@@ -80,7 +80,7 @@ def test_table_follows_the_results(repo: Path, tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("a\n<!-- results: run.jsonl -->\n") and text.endswith("<!-- end of results -->\nb\n")
     cells = "| 100.00 | 75.0 % | 30.0 | 30.0 | 20.500 ± 0.250 | 0.01250 ± 0.00050 | 94.0 % |"
-    assert f"| K8V4 | q8_0/q4_0 {cells}" in text
+    assert f"| K8V4 | q8_0/kvq4 {cells}" in text
     assert "0.75x" in text and "floor, f16 against itself, is 0.00000" in text
     assert _run(program, "--root", tmp_path, "--check").returncode == 0
 
@@ -166,4 +166,4 @@ def test_c_example_compiles_and_runs(repo: Path, tmp_path: Path, synth_model: Ca
     done = subprocess.run([str(tmp_path / "example"), str(model)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("layer ")]
-    assert [line.split()[5] for line in lines] == ["q8_0", "q8_0", "q4_0", "q4_0", "q8_0", "q8_0"], done.stdout
+    assert [line.split()[5] for line in lines] == ["q8_0", "q8_0", "kvq4", "kvq4", "q8_0", "q8_0"], done.stdout

@@ -135,7 +135,7 @@ def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     quants = [KVQuant.from_text(c) for c in ("F16", "K8V8", "K4V4")]
     speeds = bench.run(Path("m.gguf"), quants, bench.BenchPlan(64, 8, 32, rounds=4))
     rounds = [asked[i : i + 3] for i in range(0, 12, 3)]
-    assert all(sorted(r) == ["f16", "q4_0", "q8_0"] for r in rounds)
+    assert all(sorted(r) == ["f16", "kvq4", "q8_0"] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
     assert len(speeds) == 6 and all(len(s.samples_ts) == 8 for s in speeds)
     assert max(s.peak_rss or 0 for s in speeds) == 12
@@ -143,7 +143,7 @@ def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bench_command_says_both_sides() -> None:
     cmd = bench.command(Path("m"), KVQuant.parse(key="4,:2=8"), bench.BenchPlan(1, 2, 3, n_threads=7))
-    assert " ".join(cmd) == "-m m -o jsonl -r 1 -fa on --kvq-key q4_0,:2=q8_0 --kvq-val f16 -p 1 -n 2 -d 3 -t 7"
+    assert " ".join(cmd) == "-m m -o jsonl -r 1 -fa on --kvq-key kvq4,:2=q8_0 --kvq-val f16 -p 1 -n 2 -d 3 -t 7"
 
 
 # ---- schema
@@ -156,7 +156,7 @@ def _prov(**kw: Any) -> Provenance:
 
 def _memory(**kw: Any) -> Row:
     base = dict(
-        kind="memory", config="K8V4", kvq_key="q8_0", kvq_val="q4_0", type_k="q8_0", type_v="q4_0", provenance=_prov(),
+        kind="memory", config="K8V4", kvq_key="q8_0", kvq_val="kvq4", type_k="q8_0", type_v="kvq4", provenance=_prov(),
         n_ctx=256, kv_bytes=65, kv_bytes_f16=160, saving=1 - 65 / 160, bits_per_value=6.5,
     )  # fmt: skip
     return Row(**{**base, **kw})
@@ -164,7 +164,7 @@ def _memory(**kw: Any) -> Row:
 
 def test_rows_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    rows = [_memory(), _memory(config="K8V4 ±", layer_types=[[30, "q8_0", "q4_0"]])]
+    rows = [_memory(), _memory(config="K8V4 ±", layer_types=[[30, "q8_0", "kvq4"]])]
     for row in rows:  # each append opens the file anew and keeps what is there
         with results.Writer(path) as w:
             w.write(row)
@@ -237,11 +237,11 @@ def test_configurations_are_parsed() -> None:
 
     assert labels("F16,K8V4") == ["F16", "K8V4"]
     assert labels("8", "k8v4", "4") == ["K8V4", "K4V4"]
-    assert labels("F16; 4,:2=8/4 ;8/q5_1") == ["F16", "q4_0,:2=q8_0/q4_0", "q8_0/q5_1"]
+    assert labels("F16; 4,:2=8/4 ;8/q5_1") == ["F16", "kvq4,:2=q8_0/kvq4", "q8_0/q5_1"]
     with pytest.raises(UsageError):
         labels(" , ;")
     with pytest.raises(KVQuantError, match="--config"):
-        labels("K6V5")
+        labels("K7V5")
 
 
 # ---- chart
@@ -257,7 +257,7 @@ def _points() -> List[Summary]:
         point("K8V8", 95.6, 0.004, 0.0002),
         point("K8V4", 73.1, 0.009, 0.0003),
         point("K4V8", 73.1, 0.041, 0.001),
-        point("q4_0,:2=q8_0/q4_0", 52, 0.046, 0.001),
+        point("kvq4,:2=q8_0/kvq4", 52, 0.046, 0.001),
     ]
 
 

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: MIT
+//
+// The formats on a CPU: rows of blocks, by the instruction set that this file's user is compiled for.
+
+#pragma once
+
+#include "kvq-formats.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// n, k: values, multiples of 32. The bytes of quantize_row_* and the values of kvq_dequantize_row_* are those of the
+// reference codec, bit by bit.
+//
+// vec_dot multiplies with the query in f32, not rounded to 8 bits as upstream's types have it: rounding the query costs
+// more than the formats do from 5 bits up, and levels go from 8 bits to float in two instructions.
+#define KVQ_CPU_DECLARE(name, NAME, bits, n_qs, n_qh)                                                  \
+    void quantize_row_##name(const float * x, void * y, int64_t k);                                    \
+    void kvq_dequantize_row_##name(const void * x, float * y, int64_t k);                              \
+    void ggml_vec_dot_##name##_f32(int n, float * s, size_t bs, const void * vx, size_t bx,            \
+                                   const void * vy, size_t by, int nrc);
+
+KVQ_FORMATS(KVQ_CPU_DECLARE)
+#undef KVQ_CPU_DECLARE
+
+// entries of ggml-cpu.c's table of types
+#define KVQ_CPU_TRAITS(name, NAME, bits, n_qs, n_qh)      \
+    [GGML_TYPE_##NAME] = {                                \
+        .from_float   = quantize_row_##name,              \
+        .vec_dot      = ggml_vec_dot_##name##_f32,        \
+        .vec_dot_type = GGML_TYPE_F32,                    \
+        .nrows        = 1,                                \
+    },
+
+// The decoder of a type: ours by the instruction set, upstream's as they are. Upstream decodes through a table of the
+// base library, which is compiled for any CPU.
+ggml_to_float_t kvq_to_float(enum ggml_type type);
+
+// the path that was compiled in: "generic", "avx2", "avx512" or "neon"
+const char * kvq_cpu_name(void);
+
+#ifdef __cplusplus
+}
+#endif
