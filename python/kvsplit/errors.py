@@ -126,3 +126,7 @@ class ToolError(KVSplitError):
 
 class ResultError(KVSplitError, ValueError):
     """A tool's output or a results file doesn't have the form that is expected."""
+
+
+class NotFiniteError(ResultError):
+    """A measurement gave NaN or infinity: attention broke down."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,3 +171,107 @@ def memory_quality(
             fig.savefig(f, format=path.suffix.lstrip(".") or "png")
         written.append(path)
     return written
+
+
+def short_number(value: float, decimals: int = 6) -> str:
+    """Three digits that count, and no more than so many decimals: ``0.0121``, ``1.23``, ``0.000341``."""
+    if abs(value) < 0.5 * 10**-decimals:
+        return "0"
+    digits = min(decimals, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:.{digits}f}"
+
+
+def pair_heat_map(
+    cells: Dict[Tuple[int, int], Optional[float]],
+    axis: Dict[int, Tuple[str, float]],
+    output: Union[str, "os.PathLike[str]"],
+    *,
+    model: str,
+    note: str = "",
+) -> None:
+    """KL divergence of every pair of widths: keys downwards, values to the right, colour on a log scale.
+
+    The colours run from light to dark, so that the figure is readable in grey and without telling red from green.
+
+    Args:
+        cells: mean KLD in nats by bits of keys and values; None where attention gave NaN. Pairs that are not in it
+            are hatched.
+        axis: bits, in the order of the axes; for each the type's name and its bits per value.
+        output: file to write, replaced if it is there; the ending says the format.
+        model: name for the title.
+        note: one line below the title.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    bits = list(axis)
+    n = len(bits)
+    # f16 against itself is 0 but for rounding: it would stretch the scale over decades that nothing else uses
+    shown = [v for k, v in cells.items() if v is not None and v > 0 and k != (16, 16)]
+    low, high = (min(shown), max(shown)) if shown else (1e-3, 1.0)
+    norm = LogNorm(low, high if high > low else low * 10)
+    cmap = matplotlib.colormaps["cividis_r"]
+
+    # ids without chance and no date: the same numbers give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "kvsplit", "hatch.linewidth": 0.7}):
+        fig = Figure(figsize=(7.6, 6.4), dpi=160, layout="constrained")
+        FigureCanvasAgg(fig)
+        ax = fig.add_subplot()
+        for row, k in enumerate(bits):
+            for col, v in enumerate(bits):
+                box: Dict[str, Any] = {"edgecolor": "white", "linewidth": 1.5, "facecolor": "white"}
+                ink, text = "#333333", ""
+                if (k, v) not in cells:
+                    box.update(edgecolor="#bbbbbb", linewidth=0.5, hatch="////", zorder=2)
+                elif (value := cells[k, v]) is None:
+                    box.update(edgecolor="#333333", linewidth=0.8, hatch="xx", zorder=2)
+                    text = "NaN"
+                else:
+                    text = short_number(value, 5)  # more doesn't fit
+                    if value > 0:
+                        r, g, b, _ = box["facecolor"] = cmap(norm(max(value, low)))
+                        ink = "white" if 0.299 * r + 0.587 * g + 0.114 * b < 0.5 else "black"
+                    else:
+                        box.update(edgecolor="#bbbbbb", linewidth=0.8, zorder=2)
+                ax.add_patch(Rectangle((col, row), 1, 1, **box))
+                if not text:
+                    continue
+                ax.text(
+                    col + 0.5, row + 0.45, text, ha="center", va="center", fontsize=9.5, color=ink, fontweight="bold",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5} if text == "NaN" else None,
+                )  # fmt: skip
+                ax.text(
+                    col + 0.5, row + 0.78, f"{(axis[k][1] + axis[v][1]) / 2:g} bits", ha="center", va="center",
+                    fontsize=7, color=ink,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0} if text == "NaN" else None,
+                )  # fmt: skip
+        ax.set_xlim(0, n)
+        ax.set_ylim(n, 0)
+        ax.set_aspect("equal")
+        middle = [i + 0.5 for i in range(n)]
+        ax.set_xticks(middle, [f"V{b}\n{axis[b][0]}" for b in bits])
+        ax.set_yticks(middle, [f"K{b}\n{axis[b][0]}" for b in bits])
+        ax.tick_params(length=0, labelsize=9)
+        ax.set_xlabel("values")
+        ax.set_ylabel("keys")
+        for side in ax.spines.values():
+            side.set_visible(False)
+        bar = fig.colorbar(ScalarMappable(norm, cmap), ax=ax, shrink=0.8, pad=0.02)
+        bar.set_label("mean KL divergence from f16 (nats per token)")
+        bar.outline.set_visible(False)
+        fig.suptitle(f"Quality of every pair of widths: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+        if note:
+            ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+        path = Path(output)
+        part = path.with_name(f".{path.name}.part")
+        form = path.suffix.lstrip(".") or "png"
+        try:
+            with open(part, "wb") as f:
+                fig.savefig(f, format=form, metadata={"Date": None} if form == "svg" else None)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)

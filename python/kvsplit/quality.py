@@ -20,7 +20,7 @@ from typing import Callable, Iterator, List, Optional, Sequence
 
 from kvsplit import tools
 from kvsplit.bench import kvq_args
-from kvsplit.errors import CacheFolderError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError
 from kvsplit.gguf_meta import GGUFInfo
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
@@ -141,6 +141,7 @@ def parse(output: str) -> Quality:
 
     Raises:
         ResultError: they aren't all there; the tool ends with status 0 even when it gave up.
+        NotFiniteError: they are there, and PPL or KLD is no finite number.
     """
     at = output.rfind("====== Perplexity statistics")
     tail = output[at:] if at >= 0 else ""
@@ -170,8 +171,8 @@ def parse(output: str) -> Quality:
         raise ResultError(
             f"llama-perplexity gave no result: {e.args[0]} is missing\n{_reason(output)}".rstrip()
         ) from None
-    if math.isnan(res.ppl) or math.isnan(res.kld):
-        raise ResultError("llama-perplexity gave NaN: attention broke down under this configuration")
+    if not (math.isfinite(res.ppl) and math.isfinite(res.kld)):
+        raise NotFiniteError("llama-perplexity gave NaN: attention broke down under this configuration")
     return res
 
 
@@ -251,6 +252,17 @@ def base_file(
         yield path
 
 
+def output(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> str:
+    """What llama-perplexity prints when it holds one configuration against the base.
+
+    Raises:
+        ToolError: llama-perplexity failed.
+    """
+    args = [*_args(model, quant, plan), "--kl-divergence", "--kl-divergence-base", str(base)]
+    res = tools.run("llama-perplexity", args)
+    return res.stdout if "====== Perplexity statistics" in res.stdout else res.stdout + res.stderr
+
+
 def measure(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> Quality:
     """Hold one configuration against the base.
 
@@ -258,9 +270,7 @@ def measure(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> Quali
         ToolError: llama-perplexity failed.
         ResultError: it printed no statistics.
     """
-    args = [*_args(model, quant, plan), "--kl-divergence", "--kl-divergence-base", str(base)]
-    res = tools.run("llama-perplexity", args)
-    return parse(res.stdout if "====== Perplexity statistics" in res.stdout else res.stdout + res.stderr)
+    return parse(output(model, quant, base, plan))
 
 
 def run(

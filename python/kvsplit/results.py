@@ -47,7 +47,7 @@ class Provenance:
 
 @dataclass
 class Row:
-    """One measurement. Fields of other kinds stay None.
+    """One measurement. Fields of other kinds stay None, but a quality row may carry the memory of its cache.
 
     Sizes are in bytes, times in ns, speeds in tokens per second, KL divergences in nats.
     """
@@ -111,6 +111,9 @@ class Row:
     top1: Optional[float] = None  # share of tokens, 0..1
     top1_se: Optional[float] = None
     kld_floor: Optional[float] = None  # f16 against itself
+    kld_chunks: Optional[List[float]] = None  # mean of each chunk
+    finite: Optional[bool] = None  # False: attention gave NaN or infinity, and nothing else was measured
+    seconds: Optional[float] = None  # that the measurement took
 
     def validate(self) -> None:
         """Check what can be checked.
@@ -127,18 +130,21 @@ class Row:
             "speed": ("n_prompt", "n_gen", "n_depth", "n_threads", "samples_ts", "median_ts"),
             "quality": ("text", "text_sha256", "ppl_ctx", "chunks", "ppl", "ppl_se"),
         }
+        unmeasured = ("ppl", "ppl_se") if self.finite is False else ()
         for name in needed[self.kind]:
-            if getattr(self, name) is None:
+            if getattr(self, name) is None and name not in unmeasured:
                 raise ResultError(f"{name}: a {self.kind} row needs it")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             for v in value if isinstance(value, list) else [value]:
                 if isinstance(v, float) and not math.isfinite(v):
                     raise ResultError(f"{f.name}: {v} is no number that was measured")
-        if self.kind == "memory":
-            assert self.kv_bytes is not None and self.kv_bytes_f16 is not None and self.saving is not None
-            if abs(self.saving - (1 - self.kv_bytes / self.kv_bytes_f16)) > 1e-9:
-                raise ResultError("saving: is not 1 - kv_bytes / kv_bytes_f16")
+        size, full = self.kv_bytes, self.kv_bytes_f16
+        computed = 1 - size / full if size is not None and full else None
+        if computed is not None and self.saving is not None and abs(self.saving - computed) > 1e-9:
+            raise ResultError("saving: is not 1 - kv_bytes / kv_bytes_f16")
+        if self.finite is False and (self.ppl is not None or self.kld is not None):
+            raise ResultError("finite: is false, and yet PPL or KLD was measured")
         if self.samples_ts is not None and (not self.samples_ts or min(self.samples_ts) <= 0):
             raise ResultError("samples_ts: every sample must be above 0")
 
@@ -278,6 +284,8 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
             else:
                 s.prefill_ts, s.prefill_samples = r.median_ts, list(r.samples_ts or [])
         else:
+            if r.kv_bytes is not None:
+                s.bits_per_value, s.n_ctx, s.kv_bytes, s.saving = r.bits_per_value, r.n_ctx, r.kv_bytes, r.saving
             s.ppl, s.ppl_se, s.kld, s.kld_se, s.top1, s.kld_floor = (
                 r.ppl,
                 r.ppl_se,
