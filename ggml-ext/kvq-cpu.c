@@ -62,6 +62,19 @@ ggml_to_float_t kvq_to_float(enum ggml_type type) {
 }
 
 // the path that was compiled in, for tests and messages
+const float * kvq_row_f32(enum ggml_type type, const void * row, float * buf, int64_t n) {
+    if (type == GGML_TYPE_F32) {
+        return (const float *) row;
+    }
+    kvq_to_float(type)(row, buf, n);
+    return buf;
+}
+
+bool kvq_cpu_tiles(enum ggml_type type_k, enum ggml_type type_v) {
+    const bool floats = type_k == type_v && (type_k == GGML_TYPE_F32 || type_k == GGML_TYPE_F16);
+    return floats || ggml_get_type_traits(type_k)->is_quantized || ggml_get_type_traits(type_v)->is_quantized;
+}
+
 const char * kvq_cpu_name(void) {
     return KVQ_CPU_NAME;
 }
