@@ -5,6 +5,7 @@
 #include "kvq-types.h"
 
 #include "ggml-backend.h"
+#include "ggml-cpp.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 #include "llama-model-loader.h"
@@ -516,6 +517,26 @@ std::string check_head(const char * side, ggml_type type, uint32_t n_head, uint3
         " of layer " + std::to_string(il) + "; use " + flag + " 16";
 }
 
+// Whether a device can write rows of a type: it would be asked to, and a backend without the kernel ends the process.
+bool can_store(ggml_backend_dev_t dev, ggml_type type, int64_t n) {
+    ggml_init_params ip = { 4*ggml_tensor_overhead(), nullptr, true };
+    ggml_context_ptr ctx(ggml_init(ip));
+    ggml_tensor * cache = ggml_new_tensor_2d(ctx.get(), type, n, 1);
+    ggml_tensor * row   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n, 1);
+    ggml_tensor * index = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I64, 1);
+    return ggml_backend_dev_supports_op(dev, ggml_set_rows(ctx.get(), cache, row, index));
+}
+
+void check_device(const llama_model & model, const llama_context_params & params, int side, ggml_type type, uint32_t il, int64_t n) {
+    ggml_backend_dev_t dev = params.offload_kqv ? model.dev_layer(int(il)) : nullptr;
+    if (!dev || n == 0 || !kvq_get_format(type) || can_store(dev, type, n)) {
+        return;
+    }
+    throw std::invalid_argument(std::string("the ") + SIDE_NAME[side] + " can't be stored as " + ggml_type_name(type) + " on " +
+        ggml_backend_dev_name(dev) + ", which has no kernel for it yet: use a type of upstream's (" + SIDE_FLAG[side] +
+        " q8_0, q5_0, q4_0), or keep the cache in host memory (--no-kv-offload)");
+}
+
 double memory_of(ggml_backend_dev_t dev) {
     size_t free  = 0;
     size_t total = 0;
@@ -620,6 +641,8 @@ void settle(const llama_model & model, llama_context_params & params) {
         if (hparams.n_embd_head_v(il) % ggml_blck_size(v) != 0) {
             throw std::invalid_argument(check_head(SIDE_NAME[1], v, hparams.n_embd_head_v(il), il, SIDE_FLAG[1]));
         }
+        check_device(model, params, 0, k, il, hparams.n_embd_k_gqa(il));
+        check_device(model, params, 1, v, il, hparams.n_embd_v_gqa(il));
         quantized_v = quantized_v || ggml_is_quantized(v);
     }
 
