@@ -13,7 +13,7 @@ RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
 # `env` looks programs up itself: make 3.81 would look along its own PATH.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv source build build-upstream package test test-patches test-cpp test-python test-model test-slow demo lint format clean
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-python test-model test-slow sweep demo lint format clean
 
 help: ## say what can be made
 	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
@@ -57,6 +57,12 @@ test-model: package ## tools and package on a real model
 
 test-slow: package build-upstream ## what takes minutes: output against an unpatched build
 	@$(RUN) python scripts/run_tests.py slow
+
+sweep: package ## quality of every pair of widths on SmolLM2, an hour or two, continued where it stopped: make sweep TEXT=FILE
+	@test -n "$(TEXT)" || { echo "make sweep TEXT=FILE: which text? (wikitext-2's wiki.test.raw is usual)" >&2; exit 2; }
+	@$(RUN) kvsplit models pull smollm2
+	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 4 --set pairs --out kvsplit-results/pairs.jsonl
+	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 16 --set formats --out kvsplit-results/formats.jsonl
 
 demo: package ## text under K8V4, then a table and a chart
 	@$(RUN) kvsplit models pull smollm2
