@@ -224,6 +224,14 @@ static void test_ways_in_and_out() {
         }
         {
             graph g;
+            ggml_tensor * src = g.leaf(f.type, { n, n_rows }, q.data());
+            std::vector<ggml_fp16_t> y16(y.size());
+            ggml_fp32_to_fp16_row(y.data(), y16.data(), y.size());
+            const auto out = g.compute(ggml_cast(g.ctx.get(), src, GGML_TYPE_F16));
+            CHECK(memcmp(out.data(), y16.data(), out.size()) == 0, "%s: CPY to f16", f.name);
+        }
+        {
+            graph g;
             const std::vector<uint8_t> zeros(q.size());
             ggml_tensor * src = g.leaf(f.type, { n, n_rows }, q.data());
             ggml_tensor * dst = g.leaf(f.type, { n, n_rows }, zeros.data());
