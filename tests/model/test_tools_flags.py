@@ -286,13 +286,13 @@ def test_draft_flags_leave_the_main_model_alone(tools: Tools, name: str) -> None
 # command line, environment, what the message must hold
 MISTAKES: List[Any] = [
     ("--kvq 6", {}, ["--kvq", "'6' is no preset", "k8v4", "8 (= k8v4), 4 (= k4v4), 16 (= f16)"]),
-    ("--kvq k6v5", {}, ["--kvq", "'6' is no cache type", TYPES]),
-    ("--kvq k8v3", {}, ["--kvq", "'3' is no cache type", TYPES]),
+    ("--kvq k7v5", {}, ["--kvq", "'7' is no cache type", TYPES]),
+    ("--kvq k8v1", {}, ["--kvq", "'1' is no cache type", TYPES]),
     ("--kvq q8_0", {}, ["--kvq", "'q8_0' is no preset", "--kvq-key and --kvq-val"]),
     ("--kvq ''", {}, ["--kvq", "is no preset"]),
-    ("--kvq-key 6", {}, ["--kvq-key", "'6' is no cache type", TYPES]),
-    ("--kvq-key 3", {}, ["--kvq-key", "'3' is no cache type", TYPES]),
-    ("--kvq-val 2", {}, ["--kvq-val", "'2' is no cache type", TYPES]),
+    ("--kvq-key 9", {}, ["--kvq-key", "'9' is no cache type", TYPES]),
+    ("--kvq-key 1", {}, ["--kvq-key", "'1' is no cache type", TYPES]),
+    ("--kvq-val kvq7", {}, ["--kvq-val", "'kvq7' is no cache type", TYPES]),
     ("--kvq-val 7", {}, ["--kvq-val", "'7' is no cache type", TYPES]),
     ("--kvq-key q4_k", {}, ["--kvq-key", "'q4_k' is no cache type", TYPES]),
     ("--kvq-val 8,:2=q8_1", {}, ["--kvq-val", "'q8_1' is no cache type", TYPES]),
@@ -314,7 +314,7 @@ MISTAKES: List[Any] = [
     ("--kvq-val 16,-1=5 -fa off", {}, ["quantized values (f16,-1=kvq5) need flash attention", "--kvq-val 16"]),
     ("-ctv q8_0 -fa off", {}, ["quantized values (q8_0) need flash attention"]),
     ("", {"LLAMA_ARG_KVQ": "6"}, ["LLAMA_ARG_KVQ", "'6' is no preset"]),
-    ("", {"LLAMA_ARG_KVQ_VAL": "3"}, ["LLAMA_ARG_KVQ_VAL", "'3' is no cache type", TYPES]),
+    ("", {"LLAMA_ARG_KVQ_VAL": "1"}, ["LLAMA_ARG_KVQ_VAL", "'1' is no cache type", TYPES]),
     ("--kvq", {}, ["--kvq"]),
 ]
 
@@ -331,7 +331,7 @@ def test_mistakes(tools: Tools, name: str, mistake: Any) -> None:
 def test_mistakes_about_the_draft(tools: Tools, name: str) -> None:
     message = tools.error(name, "--kvq-draft k8v8 -ctkd f16")
     assert "--kvq-draft" in message and "--cache-type-k-draft" in message
-    assert TYPES in tools.error(name, "--kvq-key-draft 3")
+    assert TYPES in tools.error(name, "--kvq-key-draft 1")
 
 
 @pytest.mark.parametrize("name", COMMON_TOOLS)
@@ -550,7 +550,7 @@ def test_policy_of_the_file(tools: Tools, smollm2: Path, synth_model: Callable[.
 def test_policy_of_a_file_that_is_malformed(
     tools: Tools, name: str, smollm2: Path, synth_model: Callable[..., Path]
 ) -> None:
-    for side, spec, why in [("key", "6", "'6' is no cache type"), ("val", "4,9=8", "'9' is out of range")]:
+    for side, spec, why in [("key", "7", "'7' is no cache type"), ("val", "4,9=8", "'9' is out of range")]:
         model = synth_model(tokenizer=smollm2, n_layer=N_LAYER, extra=((f"kvq.{side}", spec),))
         message = tools.error(name, model=model)
         assert f"metadata kvq.{side}" in message and why in message
@@ -562,7 +562,7 @@ def test_metadata_from_the_command_line(tools: Tools) -> None:
     cache = tools.cache("llama-completion", "--override-kv kvq.key=str:4,kvq.val=str:8")
     assert (cache.k, cache.v) == (by_layer("kvq4"), by_layer("q8_0"))
     assert tools.cache("llama-completion", "--override-kv kvq.key=str:4 -ctk f16").k == by_layer("f16")
-    assert "metadata kvq.key" in tools.error("llama-completion", "--override-kv kvq.key=str:6")
+    assert "metadata kvq.key" in tools.error("llama-completion", "--override-kv kvq.key=str:7")
 
 
 @pytest.mark.parametrize(

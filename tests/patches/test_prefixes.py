@@ -56,7 +56,8 @@ def commands() -> Dict[str, List[str]]:
             res[str(path.relative_to(TREE))] = words
         except ValueError:
             # a batch of joined sources: their flags are those of the library's other sources
-            res.setdefault("src/models/", words)
+            if path.name.startswith("unity_"):
+                res.setdefault("src/models/", words)
     return res
 
 
