@@ -114,8 +114,8 @@ def test_context_shift_on_the_command_line(
     assert len(done.stdout) > 600  # 300 tokens of random weights: how many of them begin a word is chance
 
 
-# Few tokens: a restored prompt evaluates its last token alone, by another path of the same attention, and in the long run
-# two tokens are so nearly alike that rounding decides.
+# Few tokens: a restored prompt evaluates its last token alone, by another path of the same attention, and in the long
+# run two tokens are so nearly alike that rounding decides.
 def completion(run_tool: Any, model: Path, *args: Any) -> Any:
     common = "-c 512 --temp 0 -s 1 -no-cnv -t 1 -n 10 --no-display-prompt".split()
     prompt = "Once upon a time there was a small village by the river, and"
