@@ -13,8 +13,8 @@ extern "C" {
 // n, k: values, multiples of 32. The bytes of quantize_row_* and the values of kvq_dequantize_row_* are those of the
 // reference codec, bit by bit.
 //
-// vec_dot multiplies with the query in f32, not rounded to 8 bits as upstream's types have it: rounding the query costs
-// more than the formats do from 5 bits up, and levels go from 8 bits to float in two instructions.
+// vec_dot multiplies with the query in f32, not rounded to 8 bits as upstream's types have it: that adds an error of its
+// own, and levels go from 8 bits to float in two instructions.
 #define KVQ_CPU_DECLARE(name, NAME, bits, n_qs, n_qh)                                                  \
     void quantize_row_##name(const float * x, void * y, int64_t k);                                    \
     void kvq_dequantize_row_##name(const void * x, float * y, int64_t k);                              \
