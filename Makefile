@@ -13,7 +13,7 @@ RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
 # `env` looks programs up itself: make 3.81 would look along its own PATH.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv source build build-upstream package test test-patches test-cpp test-python test-model test-slow sweep demo lint format clean
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow bench-metal bench.metal sweep demo lint format clean
 
 help: ## say what can be made
 	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
@@ -41,13 +41,19 @@ package: build ## install the Python package into .venv, from the same build
 	@$(RUN) SKBUILD_CMAKE_BUILD_TYPE=$(BUILD_TYPE) python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 
 test: package ## run every test this machine can run, and count the skips
-	@$(RUN) python scripts/run_tests.py patches cpp python model bindings
+	@$(RUN) python scripts/run_tests.py patches cpp metal python model bindings
 
 test-patches: venv ## lock, fetch step and patch series
 	@$(RUN) python scripts/run_tests.py patches
 
 test-cpp: package ## C++ tests, ours and upstream's
 	@$(RUN) python scripts/run_tests.py cpp
+
+test-metal: package ## the Metal backend: a Mac's device, or the emulated one
+	@$(RUN) python scripts/run_tests.py metal
+
+test.metal: test-metal
+test.slow: test-slow
 
 test-python: package ## the Python package
 	@$(RUN) python scripts/run_tests.py python
@@ -63,6 +69,13 @@ sweep: package ## quality of every pair of widths on SmolLM2, an hour or two, co
 	@$(RUN) kvsplit models pull smollm2
 	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 4 --set pairs --out kvsplit-results/pairs.jsonl
 	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 16 --set formats --out kvsplit-results/formats.jsonl
+
+bench-metal: package ## memory, speed and quality on this machine's device, rows to kvsplit-results: make bench-metal [MODEL=FILE] [CTX=8192]
+	@$(RUN) kvsplit doctor
+	@test -n "$(MODEL)" || $(RUN) kvsplit models pull smollm2
+	@$(RUN) kvsplit compare --model "$(or $(MODEL),smollm2)" --ctx "$(or $(CTX),8192)" --config "F16;K8V8;K8V4;K6V4;K4V4" --repeat 5
+
+bench.metal: bench-metal
 
 demo: package ## text under K8V4, then a table and a chart
 	@$(RUN) kvsplit models pull smollm2

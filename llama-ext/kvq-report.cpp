@@ -38,9 +38,29 @@ int layer_of(const char * name, char side) {
     return at && sscanf(at + 3, "%d", &il) == 1 ? il : -1;
 }
 
+// The node whose result the scheduler copies to another backend as `copy`, by its name: BACKEND#NAME#NUMBER. NULL: it is no copy.
+const ggml_tensor * copied_from(ggml_cgraph * gf, const ggml_tensor * copy) {
+    const char * begin = strchr(copy->name, '#');
+    const char * end   = strrchr(copy->name, '#');
+    if (copy->op != GGML_OP_NONE || !begin || begin == end) {
+        return nullptr;
+    }
+    const std::string name(begin + 1, end);
+    for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
+        const ggml_tensor * node = ggml_graph_node(gf, i);
+        if (name == node->name) {
+            return node;
+        }
+    }
+    return nullptr;
+}
+
 // size of the rotation that rows went through on their way to SET_ROWS; 0: none
-int32_t rotation(const ggml_tensor * rows) {
+int32_t rotation(ggml_cgraph * gf, const ggml_tensor * rows) {
     for (const ggml_tensor * t = rows; t; t = t->src[0]) {
+        if (const ggml_tensor * original = copied_from(gf, t)) {
+            t = original;
+        }
         switch (t->op) {
             case GGML_OP_VIEW:
             case GGML_OP_RESHAPE:
@@ -50,6 +70,7 @@ int32_t rotation(const ggml_tensor * rows) {
             case GGML_OP_PAD:
                 continue;
             case GGML_OP_MUL_MAT:
+                // a copy's name has the original's in it
                 return strstr(t->src[0]->name, "_rot") ? int32_t(t->src[0]->ne[0]) : 0;
             default:
                 return 0;
@@ -95,7 +116,7 @@ void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sch
             layer.head_k         = main ? hparams.n_embd_head_k(il_k) : int32_t(cache->ne[0]);
             layer.type_k         = cache->type;
             layer.type_v         = GGML_TYPE_COUNT;
-            layer.rot_k          = rotation(node->src[0]);
+            layer.rot_k          = rotation(gf, node->src[0]);
             layer.bytes_k        = ggml_nbytes(cache);
             layer.backend_prefill = "none";
             layer.backend_decode  = "none";
@@ -121,7 +142,7 @@ void read_graph(kvq_report & report, const llama_context & ctx, ggml_backend_sch
             if (layer.il == il_v && il_v >= 0) {
                 layer.head_v  = hparams.n_embd_head_v(il_v);
                 layer.type_v  = cache->type;
-                layer.rot_v   = rotation(node->src[0]);
+                layer.rot_v   = rotation(gf, node->src[0]);
                 layer.bytes_v = ggml_nbytes(cache);
                 break;
             }

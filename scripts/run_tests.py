@@ -4,8 +4,8 @@
 
 Usage: run_tests.py TIER...
 
-Tiers: patches (lock and patch series), cpp (ctest), python, model (a real model), bindings (llama-cpp-python's own
-tests on our libraries), slow (what takes minutes).
+Tiers: patches (lock and patch series), cpp (ctest), metal (the Metal backend, on a Mac's device or an emulated one),
+python, model (a real model), bindings (llama-cpp-python's own tests on our libraries), slow (what takes minutes).
 
 Each tier leaves a JUnit file in build/test-results. Every skip is listed with its reason, and the last line is
   kvsplit: N passed, N failed, N skipped
@@ -33,7 +33,7 @@ from typing import Dict, List, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RESULTS = BUILD / "test-results"
-TIERS = ("patches", "cpp", "python", "model", "bindings", "slow")
+TIERS = ("patches", "cpp", "metal", "python", "model", "bindings", "slow")
 
 
 class Case(NamedTuple):
@@ -124,6 +124,8 @@ def run(tier: str, env: Dict[str, str]) -> List[Case]:
         return pytest(tier, ["tests/patches", "tests/scripts"], env)
     if tier == "cpp":
         return ctest(env)
+    if tier == "metal":
+        return pytest(tier, ["tests/metal", "-m", "not slow"], env)
     if tier == "python":
         return pytest(tier, ["tests/python", "-m", "not slow"], env)
     if tier == "model":
@@ -145,7 +147,7 @@ def main() -> int:
     env.setdefault("PYTHONDONTWRITEBYTECODE", "1")
     env.setdefault("MPLBACKEND", "Agg")
     os.environ.update(env)
-    if any(t in tiers for t in ("cpp", "model", "bindings", "slow")):
+    if any(t in tiers for t in ("cpp", "metal", "model", "bindings", "slow")):
         model = real_model()
         if model:
             env["KVSPLIT_TEST_MODEL"] = model

@@ -145,6 +145,14 @@ def test_configuration_names_everything_there_is(repo: Path) -> None:
     assert not missing, f"docs/configuration.md doesn't say what these are: {missing}"
 
 
+def test_prediction_follows_its_script(repo: Path) -> None:
+    page = (repo / "docs" / "metal.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- (scripts/predict_metal.py .*?) -->\n(.*?)\n\n", page, re.S)
+    assert found
+    command = [sys.executable, str(repo / found[1].split()[0]), *found[1].split()[1:]]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == found[2].strip()
+
+
 @pytest.mark.native
 def test_c_example_compiles_and_runs(repo: Path, tmp_path: Path, synth_model: Callable[..., Path]) -> None:
     from kvsplit import native

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT
+"""Attention, stores and copies on the Metal backend: on a Mac the real device, elsewhere an emulated one.
+
+Every program of the build takes the emulated device as a backend by GGML_BACKEND_PATH; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional
+
+import pytest
+import start_line
+
+NATIVE = Path(os.environ.get("KVSPLIT_NATIVE_DIR", "build"))
+TESTS = Path(__file__).resolve().parent
+
+
+class Metal(NamedTuple):
+    """How programs reach a Metal device.
+
+    Attributes:
+        env: environment to run them in.
+        emulated: it is the emulated one.
+        device: its name in ggml.
+    """
+
+    env: Dict[str, str]
+    emulated: bool
+    device: str
+
+    def run(self, *args: object, timeout: float = 1200, **env: str) -> "subprocess.CompletedProcess[str]":
+        command = [str(a) for a in args]
+        return subprocess.run(
+            command,
+            env=dict(self.env, **env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+def need(reason: str) -> None:
+    """Skip, or fail where nothing may be missing."""
+    if os.environ.get("KVSPLIT_REQUIRE", "") not in ("", "0"):
+        pytest.fail(f"required by KVSPLIT_REQUIRE: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def metal() -> Metal:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("GGML_METAL", "GGML_BACKEND"))}
+    if sys.platform == "darwin":
+        return Metal(env, False, "MTL0")
+    library = NATIVE / "metal" / "libggml-metal-emulated.so"
+    if not library.exists():
+        need("the emulated Metal device isn't built; it needs clang++ 19 (Debian: clang-19)")
+    return Metal(dict(env, GGML_BACKEND_PATH=str(library.resolve())), True, "MTL0")
+
+
+def program(name: str) -> Path:
+    path = NATIVE / "bin" / name
+    if not path.exists():
+        need(f"{name} isn't built")
+    return path
+
+
+def checks(done: "subprocess.CompletedProcess[str]") -> int:
+    """Number of passed checks of one of our programs; fails the test if one failed."""
+    out = done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0, out[-6000:]
+    found = re.search(r"(\d+) checks passed, 0 failed", done.stdout)
+    assert found, out[-6000:]
+    return int(found[1])
+
+
+def test_rows(metal: Metal) -> None:
+    done = metal.run(program("test-metal-rows"))
+    assert checks(done) > 2000
+    blocks = [
+        (int(a), int(b), int(c))
+        for a, b, c in re.findall(r"(\d+) blocks, (\d+) with another scale, (\d+) with other codes", done.stdout)
+    ]
+    total = [sum(column) for column in zip(*blocks)]
+    print(f"{total[0]} blocks stored, {total[1]} with the next scale, {total[2]} with other codes")
+    assert total[0] > 5000
+    if metal.emulated:  # a GPU's division and exponent may differ
+        assert total[2] == 0 and total[1] <= total[0] / 1000
+
+
+def test_supports_op_is_true_exactly_for_what_runs(metal: Metal) -> None:
+    assert checks(metal.run(program("test-metal-supports"))) > 1000
+
+
+def test_attention_of_every_pair(metal: Metal) -> None:
+    done = metal.run(program("test-metal-attention"))
+    assert checks(done) > 14 * 14 * 4
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("attention", "largest"))))
+    for kind in ("one query", "2 to 19", "20 to 31", "32 and more"):
+        assert re.search(rf"queries {kind}: \d+ cases", done.stdout), kind
+
+
+@pytest.mark.slow
+def test_attention_of_every_pair_and_head_size(metal: Metal) -> None:
+    done = metal.run(program("test-metal-attention"), "--all", "--seed", "7", timeout=7200)
+    assert checks(done) > 14 * 14 * 4 * 8
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("attention", "largest"))))
+
+
+@pytest.mark.parametrize("case", ["kvq4/kvq3 dk=64", "q8_0/kvq4 dk=128", "kvq6/kvq2 dk=96"])
+def test_order_of_lanes_changes_no_bit(metal: Metal, case: str) -> None:
+    if not metal.emulated:
+        pytest.skip("the order of lanes is the device's own")
+    digests = set()
+    for schedule in ("ascending", "descending", "random:1", "random:2"):
+        for seed in ("1", "2", "3"):
+            done = metal.run(
+                program("test-metal-attention"), "--one-head", case, "--seed", seed, GGML_METAL_EMULATED_SCHED=schedule
+            )
+            checks(done)
+            digests.add((seed, re.search(r"outputs ([0-9a-f]{16})", done.stdout)[1]))  # type: ignore[index]
+    assert len(digests) == 3, digests
+
+
+# ---- planted faults that need no other build: a pipeline is made with the type of another codec
+
+WRONG_TYPES = {  # a type and the one that is nearest to it
+    "kvq2": 451, "kvq3": 450, "kvq4": 453, "kvq5": 454, "kvq6": 453,
+    "q8_0": 454, "q5_0": 7, "q5_1": 6, "q4_0": 20, "q4_1": 2, "iq4_nl": 2, "f16": 30, "bf16": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(WRONG_TYPES))
+@pytest.mark.parametrize("side", ["K", "V"])
+def test_a_neighbours_codec_is_caught(metal: Metal, name: str, side: str) -> None:
+    if not metal.emulated:
+        pytest.skip("function constants can be planted on the emulated device alone")
+    other = "kvq4" if name != "kvq4" else "kvq3"
+    case = f"{name}/{other}" if side == "K" else f"{other}/{name}"
+    constant = 9000 if side == "K" else 9001
+    args = [program("test-metal-attention"), "--one-head", f"{case} dk=64"]
+    checks(metal.run(*args))
+    wrong = metal.run(*args, GGML_METAL_EMULATED_CONSTANTS=f"{constant}={WRONG_TYPES[name]}")
+    assert wrong.returncode != 0, "attention with the wrong codec passes"
+
+
+def test_swapped_types_are_caught(metal: Metal) -> None:
+    if not metal.emulated:
+        pytest.skip("function constants can be planted on the emulated device alone")
+    args = [program("test-metal-attention"), "--one-head", "q8_0/kvq4 dk=64"]
+    checks(metal.run(*args))
+    assert metal.run(*args, GGML_METAL_EMULATED_CONSTANTS="9000=452,9001=452").returncode != 0
+    assert metal.run(*args, GGML_METAL_EMULATED_CONSTANTS="9000=8,9001=8").returncode != 0
+
+
+# ---- upstream's own test
+
+# Every pair of types; every type with each kind of batch; masks, sinks, ALiBi and broadcast; every head size.
+ATTENTION = (
+    ("hsk=64,hsv=64,nh=4,nr23=.2,1.,kv=113,nb=3", 196),
+    ("hsk=64,hsv=64,nh=4,nr23=.4,1.,kv=512,nb=(1|32),mask=1,sinks=.,max_bias=(0|8)", 168),
+    ("hsk=64,hsv=64,nh=4,nr23=.1,3.,kv=113,nb=(3|75),mask=.,sinks=1", 84),
+    ("hsk=(40|72|80|96|128|192|256|320|512|576),.*kv=113,nb=(1|75),mask=1,sinks=1,max_bias=0", 62),
+)
+
+
+class Counts(NamedTuple):
+    passed: int
+    failed: int
+    unsupported: int
+
+
+def backend_ops(metal: Metal, ops: str, pattern: Optional[str] = None, timeout: float = 1200) -> Dict[str, Counts]:
+    """Cases of test-backend-ops by operation."""
+    args: List[object] = [program("test-backend-ops"), "test", "-b", metal.device, "-o", ops]
+    if pattern:
+        args += ["-p", pattern]
+    done = metal.run(*args, timeout=timeout, LLAMA_TEST_FA_VEC_DISABLE="1")
+    found: Dict[str, List[int]] = {}
+    for op, result in re.findall(r"^\s*([A-Z0-9_]+)\(.*\): (OK|FAIL|not supported.*)$", _plain(done.stdout), re.M):
+        counts = found.setdefault(op, [0, 0, 0])
+        counts[0 if result == "OK" else 1 if result == "FAIL" else 2] += 1
+    bad = [line for line in _plain(done.stdout).splitlines() if "FAIL" in line][:20]
+    assert done.returncode == 0 and not bad, "\n".join(bad) or (done.stdout + done.stderr)[-3000:]
+    return {op: Counts(*counts) for op, counts in found.items()}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_upstreams_cases_of_rows_and_copies(metal: Metal) -> None:
+    counts = backend_ops(metal, "SET_ROWS,GET_ROWS,CPY,DUP,CONT")
+    print(counts)
+    assert all(
+        counts[op].passed >= n
+        for op, n in (("SET_ROWS", 200), ("GET_ROWS", 200), ("CPY", 200), ("CONT", 50), ("DUP", 7))
+    ), counts
+
+
+@pytest.mark.parametrize(("pattern", "n"), ATTENTION)
+def test_upstreams_cases_of_attention(metal: Metal, pattern: str, n: int) -> None:
+    counts = backend_ops(metal, "FLASH_ATTN_EXT", pattern)
+    print(counts)
+    assert counts["FLASH_ATTN_EXT"] == Counts(n, 0, 0), counts
+
+
+@pytest.mark.slow
+def test_all_of_upstreams_cases_of_attention(metal: Metal) -> None:
+    counts = backend_ops(metal, "FLASH_ATTN_EXT", timeout=6 * 3600)
+    print(counts)
+    assert counts["FLASH_ATTN_EXT"].passed > 4000, counts
+
+
+# ---- a model
+
+PROMPT = "The key-value cache of a language model keeps"
+
+
+def generate(run: Any, model: Path, kvq: str, n: int, *more: str) -> "subprocess.CompletedProcess[str]":
+    done = run(
+        program("llama-completion"), "-m", model, "--kvq", kvq, "-p", PROMPT, "-n", n, "-c", 256, "--temp", 0,
+        "-no-cnv", "--ignore-eos", "--no-warmup", *more,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("kvq", "n"),
+    [
+        ("k8v4", 8),
+        ("k6v3", 4),
+        pytest.param("k8v4", 32, marks=pytest.mark.slow),
+        pytest.param("k6v3", 32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_with_its_cache_on_metal(metal: Metal, smollm2: Path, tmp_path: Path, kvq: str, n: int) -> None:
+    """All layers: the cache and attention on Metal, products with weights on the CPU. Greedy tokens are the CPU's."""
+
+    def on_cpu(*args: object) -> "subprocess.CompletedProcess[str]":
+        env = {k: v for k, v in metal.env.items() if k != "GGML_BACKEND_PATH"}
+        return metal._replace(env=env).run(*args)
+
+    stats = tmp_path / "dispatches.json"
+
+    def on_metal(*args: object) -> "subprocess.CompletedProcess[str]":
+        return metal.run(*args, GGML_METAL_EMULATED_STATS=str(stats))
+
+    want = generate(on_cpu, smollm2, kvq, n, "-ngl", "0", "-dev", "none")
+    got = generate(on_metal, smollm2, kvq, n, "-ngl", "99", "-ot", ".*=CPU")
+    assert got.stdout == want.stdout
+
+    here, there = start_line.one(got.stderr), start_line.one(want.stderr)
+    assert all(layer.where == metal.device and layer.flash for layer in here.layers)
+    assert all(layer.where == "CPU" and layer.flash for layer in there.layers)
+    assert [replace(layer, where="") for layer in here.layers] == [replace(layer, where="") for layer in there.layers]
+
+    if not metal.emulated:
+        return
+    recorded: Dict[str, Dict[str, int]] = json.loads(stats.read_text())
+    dispatches = {name: record["dispatches"] for name, record in recorded.items()}
+    for name, count in sorted(dispatches.items()):
+        print(f"{count:6d} {name}")
+    n_layer = len(here.layers)
+    stores = sum(c for name, c in dispatches.items() if "set_rows" in name)
+    attention = sum(
+        c for name, c in dispatches.items() if re.search(r"flash_attn_ext(_vec)?_(q8_0|kvq|f16)\w*_dk", name)
+    )
+    # one prompt and n - 1 tokens after it, each with two stores and one attention a layer
+    assert stores == 2 * n_layer * n, dispatches
+    assert attention == n_layer * n, dispatches
