@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 # Attributes of parameters that Metal fills in. The stand-in library has one enumerator `attribute_<name>` for each.
@@ -56,7 +57,7 @@ def blank_comments(text: str) -> str:
     return re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', blank, text, flags=re.DOTALL)
 
 
-def substitute(pattern: str, replacement, text: str) -> str:
+def substitute(pattern: str, replacement: Callable[[re.Match[str]], str], text: str) -> str:
     """Like re.sub over code alone: matches that begin in a comment are left, line breaks are kept."""
     code = blank_comments(text)
     result = []

@@ -6,7 +6,7 @@
 //   default:    every pair of types with each kind of batch; the other properties of a case are drawn
 //   --all:      every pair with every head size and kind of batch
 //   --long:     some pairs over caches so long that a threadgroup has several simdgroups
-//   --one-head: one pair with one head size and each kind of batch
+//   --one-head: one pair with one head size, each kind of batch four times
 //   --case:     only cases whose text has TEXT in it
 
 #include "metal-test.h"
@@ -314,7 +314,8 @@ static void test_long(ggml_backend_dev_t dev, unsigned seed) {
                 c.n_kv   = n_kv;
                 c.gqa    = gqa;
                 c.mask   = 1;
-                c.n_head_kv = c.n_seq = 1;
+                c.n_seq  = 1;
+                c.n_head_kv = 2; // with one KV head the order of heads is the same however they are counted
                 run(dev, c, seed + n_kv);
             }
         }
@@ -361,7 +362,7 @@ int main(int argc, char ** argv) {
     for (const auto & tk : kvq_cache_types) {
         for (const auto & tv : kvq_cache_types) {
             // kinds of batch, each its own way through the host code: decode, small batches, direct and converted prefill
-            for (int kind = 0; kind < 4; kind++) {
+            for (int kind = 0; kind < (one.empty() ? 4 : 16); kind++) { // one head: four draws of each
                 for (int ih = 0; ih < (all || !one.empty() ? n_heads : 1); ih++) {
                     id++;
                     fa_case c = {};
@@ -384,8 +385,8 @@ int main(int argc, char ** argv) {
                     }
                     const bool large = c.dk > 128;
                     const int n_q[4][3] = { { 1, 1, 1 }, { 2, 3, 7 }, { 20, 25, 31 }, { 32, 37, 40 } };
-                    c.n_q       = n_q[kind][rng() % 3];
-                    c.n_kv      = kind == 0 ? 64 + rng() % 200 : 40 + rng() % (large ? 40 : 100);
+                    c.n_q       = n_q[kind % 4][rng() % 3];
+                    c.n_kv      = kind % 4 == 0 ? 64 + rng() % 200 : 40 + rng() % (large ? 40 : 100);
                     if (rng() % 3 == 0) {
                         c.n_kv = (c.n_kv + 63)/64*64;
                     }

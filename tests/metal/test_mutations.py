@@ -81,9 +81,9 @@ FAULTS = (
         VEC,
         "i*FC_kvq_reduce_shared + j",
         "j*FC_kvq_reduce_kv + i",
-        [*ATTENTION, "kvq4/kvq4 dk=64"],
+        ["test-metal-attention", "--long"],
     ),
-    Fault("wrong stride between shared heads", HOST, "    args.nb02 *= n;\n", "", [*ATTENTION, "kvq4/kvq4 dk=64"]),
+    Fault("wrong stride between shared heads", HOST, "    args.nb02 *= n;\n", "", ["test-metal-attention", "--long"]),
     Fault(
         "V is converted with the strides of K",
         HOST,
@@ -160,7 +160,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     # few kernels of upstream's: a fault in a shared file compiles all of them again
     done = subprocess.run(
         ["cmake", "-S", str(root / "tests" / "metal"), "-B", str(build), f"-DKVSPLIT_LLAMA_DIR={root / 'llama'}",
-         f"-DKVSPLIT_BUILD_DIR={NATIVE}", "-DKVSPLIT_METAL_LIBRARIES=fa_aux;fa_f16;quantize;misc"],
+         f"-DKVSPLIT_BUILD_DIR={NATIVE}", "-DKVSPLIT_METAL_LIBRARIES=fa_aux;fa_f16;quantize;misc;unary"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
