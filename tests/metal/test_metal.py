@@ -13,10 +13,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
 import start_line
+
+Say = Callable[[str], None]
 
 NATIVE = Path(os.environ.get("KVSPLIT_NATIVE_DIR", "build"))
 TESTS = Path(__file__).resolve().parent
@@ -81,7 +83,13 @@ def checks(done: "subprocess.CompletedProcess[str]") -> int:
     return int(found[1])
 
 
-def test_rows(metal: Metal) -> None:
+def tell(done: "subprocess.CompletedProcess[str]", say: Say) -> None:
+    for line in done.stdout.splitlines():
+        if line.startswith(("attention", "largest")):
+            say(line)
+
+
+def test_rows(metal: Metal, say: Say) -> None:
     done = metal.run(program("test-metal-rows"))
     assert checks(done) > 2000
     blocks = [
@@ -89,29 +97,31 @@ def test_rows(metal: Metal) -> None:
         for a, b, c in re.findall(r"(\d+) blocks, (\d+) with another scale, (\d+) with other codes", done.stdout)
     ]
     total = [sum(column) for column in zip(*blocks)]
-    print(f"{total[0]} blocks stored, {total[1]} with the next scale, {total[2]} with other codes")
+    say(f"stores: {total[0]} blocks, {total[1]} with the next scale, {total[2]} with other codes")
     assert total[0] > 5000
     if metal.emulated:  # a GPU's division and exponent may differ
         assert total[2] == 0 and total[1] <= total[0] / 1000
 
 
-def test_supports_op_is_true_exactly_for_what_runs(metal: Metal) -> None:
-    assert checks(metal.run(program("test-metal-supports"))) > 1000
+def test_supports_op_is_true_exactly_for_what_runs(metal: Metal, say: Say) -> None:
+    done = metal.run(program("test-metal-supports"))
+    assert checks(done) > 1000
+    say("supports_op: " + done.stdout.splitlines()[-2])
 
 
-def test_attention_of_every_pair(metal: Metal) -> None:
+def test_attention_of_every_pair(metal: Metal, say: Say) -> None:
     done = metal.run(program("test-metal-attention"))
     assert checks(done) > 14 * 14 * 4
-    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("attention", "largest"))))
+    tell(done, say)
     for kind in ("one query", "2 to 19", "20 to 31", "32 and more"):
         assert re.search(rf"queries {kind}: \d+ cases", done.stdout), kind
 
 
 @pytest.mark.slow
-def test_attention_of_every_pair_and_head_size(metal: Metal) -> None:
+def test_attention_of_every_pair_and_head_size(metal: Metal, say: Say) -> None:
     done = metal.run(program("test-metal-attention"), "--all", "--seed", "7", timeout=7200)
     assert checks(done) > 14 * 14 * 4 * 8
-    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("attention", "largest"))))
+    tell(done, say)
 
 
 @pytest.mark.parametrize("case", ["kvq4/kvq3 dk=64", "q8_0/kvq4 dk=128", "kvq6/kvq2 dk=96"])
@@ -192,13 +202,18 @@ def backend_ops(metal: Metal, ops: str, pattern: Optional[str] = None, timeout: 
     return {op: Counts(*counts) for op, counts in found.items()}
 
 
+def tell_counts(counts: Dict[str, Counts], say: Say) -> None:
+    for op, n in sorted(counts.items()):
+        say(f"test-backend-ops {op}: {n.passed} passed, {n.failed} failed, {n.unsupported} unsupported")
+
+
 def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_upstreams_cases_of_rows_and_copies(metal: Metal) -> None:
+def test_upstreams_cases_of_rows_and_copies(metal: Metal, say: Say) -> None:
     counts = backend_ops(metal, "SET_ROWS,GET_ROWS,CPY,DUP,CONT")
-    print(counts)
+    tell_counts(counts, say)
     assert all(
         counts[op].passed >= n
         for op, n in (("SET_ROWS", 200), ("GET_ROWS", 200), ("CPY", 200), ("CONT", 50), ("DUP", 7))
@@ -206,16 +221,16 @@ def test_upstreams_cases_of_rows_and_copies(metal: Metal) -> None:
 
 
 @pytest.mark.parametrize(("pattern", "n"), ATTENTION)
-def test_upstreams_cases_of_attention(metal: Metal, pattern: str, n: int) -> None:
+def test_upstreams_cases_of_attention(metal: Metal, say: Say, pattern: str, n: int) -> None:
     counts = backend_ops(metal, "FLASH_ATTN_EXT", pattern)
-    print(counts)
+    tell_counts(counts, say)
     assert counts["FLASH_ATTN_EXT"] == Counts(n, 0, 0), counts
 
 
 @pytest.mark.slow
-def test_all_of_upstreams_cases_of_attention(metal: Metal) -> None:
+def test_all_of_upstreams_cases_of_attention(metal: Metal, say: Say) -> None:
     counts = backend_ops(metal, "FLASH_ATTN_EXT", timeout=6 * 3600)
-    print(counts)
+    tell_counts(counts, say)
     assert counts["FLASH_ATTN_EXT"].passed > 4000, counts
 
 
@@ -243,7 +258,9 @@ def generate(run: Any, model: Path, kvq: str, n: int, *more: str) -> "subprocess
         pytest.param("k6v3", 32, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_with_its_cache_on_metal(metal: Metal, smollm2: Path, tmp_path: Path, kvq: str, n: int) -> None:
+def test_a_model_with_its_cache_on_metal(
+    metal: Metal, say: Say, smollm2: Path, tmp_path: Path, kvq: str, n: int
+) -> None:
     """All layers: the cache and attention on Metal, products with weights on the CPU. Greedy tokens are the CPU's."""
 
     def on_cpu(*args: object) -> "subprocess.CompletedProcess[str]":
@@ -268,8 +285,9 @@ def test_a_model_with_its_cache_on_metal(metal: Metal, smollm2: Path, tmp_path: 
         return
     recorded: Dict[str, Dict[str, int]] = json.loads(stats.read_text())
     dispatches = {name: record["dispatches"] for name, record in recorded.items()}
+    say(f"{kvq}, {n} tokens, dispatches:")
     for name, count in sorted(dispatches.items()):
-        print(f"{count:6d} {name}")
+        say(f"{count:6d} {name}")
     n_layer = len(here.layers)
     stores = sum(c for name, c in dispatches.items() if "set_rows" in name)
     attention = sum(
@@ -278,3 +296,29 @@ def test_a_model_with_its_cache_on_metal(metal: Metal, smollm2: Path, tmp_path: 
     # one prompt and n - 1 tokens after it, each with two stores and one attention a layer
     assert stores == 2 * n_layer * n, dispatches
     assert attention == n_layer * n, dispatches
+
+
+def test_a_head_size_without_a_kernel_is_named(metal: Metal, synth_model: Any, smollm2: Path) -> None:
+    """No kernel, upstream's or ours, takes heads of 160: attention runs elsewhere, and one line says so."""
+    model = synth_model(head_k=160, tokenizer=smollm2)
+    done = generate(metal.run, model, "k8v4", 2, "-ngl", "99", "-ot", ".*=CPU")
+    cache = start_line.one(done.stderr)
+    assert {layer.where for layer in cache.layers} == {"CPU"}
+    warnings = re.findall(r"kvq: warning: (.*)", done.stderr)
+    assert len(warnings) == 1, warnings
+    assert all(word in warnings[0] for word in ("MTL0", "q8_0", "kvq4", "head size 160", "CPU", "slow")), warnings
+
+
+def test_shift_runs_on_metal(metal: Metal, synth_model: Any, smollm2: Path, tmp_path: Path) -> None:
+    """More tokens than the context holds: keys are read, turned and stored again by the device's copies."""
+    model = synth_model(n_layer=1, n_head=2, n_head_kv=1, tokenizer=smollm2)
+    stats = tmp_path / "dispatches.json"
+
+    def on_metal(*args: object) -> "subprocess.CompletedProcess[str]":
+        return metal.run(*args, GGML_METAL_EMULATED_STATS=str(stats))
+
+    done = generate(on_metal, model, "k6v3", 258, "-ngl", "99", "-ot", ".*=CPU", "--context-shift")
+    assert {layer.where for layer in start_line.one(done.stderr).layers} == {metal.device}
+    if metal.emulated:
+        names = " ".join(json.loads(stats.read_text()))
+        assert "kernel_kvq_cpy_q_f32_kvq=kvq6" in names and "kernel_kvq_cpy_f32_q_kvq=kvq6" in names, names
