@@ -5,7 +5,8 @@
 Usage: run_tests.py TIER...
 
 Tiers: patches (lock and patch series), cpp (ctest), metal (the Metal backend, on a Mac's device or an emulated one),
-python, model (a real model), bindings (llama-cpp-python's own tests on our libraries), slow (what takes minutes).
+python, model (a real model), bindings (llama-cpp-python's own tests on our libraries), slow (what takes minutes), hours
+(all cases of upstream's test of attention, every pair with every head size, on the Metal device).
 
 Each tier leaves a JUnit file in build/test-results. Every skip is listed with its reason, and the last line is
   kvsplit: N passed, N failed, N skipped
@@ -33,7 +34,7 @@ from typing import Dict, List, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RESULTS = BUILD / "test-results"
-TIERS = ("patches", "cpp", "metal", "python", "model", "bindings", "slow")
+TIERS = ("patches", "cpp", "metal", "python", "model", "bindings", "slow", "hours")
 
 
 class Case(NamedTuple):
@@ -132,7 +133,9 @@ def run(tier: str, env: Dict[str, str]) -> List[Case]:
         return pytest(tier, ["tests/model", "tests/upstream", "-m", "not slow"], env)
     if tier == "bindings":
         return bindings(env)
-    return pytest(tier, ["tests", "-m", "slow"], env)
+    if tier == "hours":
+        return pytest(tier, ["tests", "-m", "hours"], env)
+    return pytest(tier, ["tests", "-m", "slow and not hours"], env)
 
 
 def main() -> int:
@@ -147,7 +150,7 @@ def main() -> int:
     env.setdefault("PYTHONDONTWRITEBYTECODE", "1")
     env.setdefault("MPLBACKEND", "Agg")
     os.environ.update(env)
-    if any(t in tiers for t in ("cpp", "metal", "model", "bindings", "slow")):
+    if any(t in tiers for t in ("cpp", "metal", "model", "bindings", "slow", "hours")):
         model = real_model()
         if model:
             env["KVSPLIT_TEST_MODEL"] = model

@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "native: needs the native libraries or tools")
     config.addinivalue_line("markers", "model: needs a real model")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "hours: takes an hour or more")
 
 
 def _native_reason() -> Optional[str]:

@@ -117,6 +117,7 @@ def test_attention_of_every_pair(metal: Metal, say: Say) -> None:
         assert re.search(rf"queries {kind}: \d+ cases", done.stdout), kind
 
 
+@pytest.mark.hours
 @pytest.mark.slow
 def test_attention_of_every_pair_and_head_size(metal: Metal, say: Say) -> None:
     done = metal.run(program("test-metal-attention"), "--all", "--seed", "7", timeout=7200)
@@ -227,6 +228,7 @@ def test_upstreams_cases_of_attention(metal: Metal, say: Say, pattern: str, n: i
     assert counts["FLASH_ATTN_EXT"] == Counts(n, 0, 0), counts
 
 
+@pytest.mark.hours
 @pytest.mark.slow
 def test_all_of_upstreams_cases_of_attention(metal: Metal, say: Say) -> None:
     counts = backend_ops(metal, "FLASH_ATTN_EXT", timeout=6 * 3600)
