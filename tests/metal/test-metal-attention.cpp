@@ -384,7 +384,7 @@ int main(int argc, char ** argv) {
                         c.dk = c.dv = 64;
                     }
                     const bool large = c.dk > 128;
-                    const int n_q[4][3] = { { 1, 1, 1 }, { 2, 3, 7 }, { 20, 25, 31 }, { 32, 37, 40 } };
+                    const int n_q[4][3] = { { 1, 1, 1 }, { 2, 3, 7 }, { 20, 25, 31 }, { 32, 37, 64 } };
                     c.n_q       = n_q[kind % 4][rng() % 3];
                     c.n_kv      = kind % 4 == 0 ? 64 + rng() % 200 : 40 + rng() % (large ? 40 : 100);
                     if (rng() % 3 == 0) {

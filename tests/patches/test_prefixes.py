@@ -67,7 +67,8 @@ def sources(name: str) -> List[str]:
     for path in touched(name):
         if path.endswith((".h", ".hpp")):
             path = {"ggml/include/ggml.h": "ggml/src/ggml.c"}.get(path, re.sub(r"\.h(pp)?$", ".cpp", path))
-        if path not in res:
+        # lists for CMake, and Objective-C that needs a Mac: tests/metal reads and builds from both
+        if path not in res and not path.endswith(("CMakeLists.txt", ".m")):
             res.append(path)
     return res
 
@@ -100,6 +101,8 @@ def test_prefixes(tree: Path, commands: Dict[str, List[str]]) -> None:
         for source in sources(name):
             assert (tree / source).is_file(), f"{name}: no source for {source}"
             flags = commands.get(source) or commands.get(str(Path(source).parent) + "/")
+            if not flags and "/ggml-metal/" in source and os.environ.get("KVSPLIT_REQUIRE", "") in ("", "0"):
+                continue  # no clang for the emulated device, so nothing compiles Metal's host code here
             assert flags, f"{name}: the build has no command for {source}"
             command = [w.replace(str(TREE), str(tree)) for w in flags]
             done = subprocess.run(
