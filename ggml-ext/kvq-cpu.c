@@ -61,15 +61,6 @@ ggml_to_float_t kvq_to_float(enum ggml_type type) {
     }
 }
 
-// the path that was compiled in, for tests and messages
-const float * kvq_row_f32(enum ggml_type type, const void * row, float * buf, int64_t n) {
-    if (type == GGML_TYPE_F32) {
-        return (const float *) row;
-    }
-    kvq_to_float(type)(row, buf, n);
-    return buf;
-}
-
 void kvq_copy_block(enum ggml_type type, const void * block, enum ggml_type type_dst, void * dst, int64_t n) {
     if (type_dst == GGML_TYPE_F32) {
         kvq_to_float(type)(block, (float *) dst, n);
@@ -81,11 +72,6 @@ void kvq_copy_block(enum ggml_type type, const void * block, enum ggml_type type
     for (int64_t i = 0; i < n; i++) {
         ((ggml_fp16_t *) dst)[i] = ggml_fp32_to_fp16(x[i]);
     }
-}
-
-bool kvq_cpu_tiles(enum ggml_type type_k, enum ggml_type type_v) {
-    const bool floats = type_k == type_v && (type_k == GGML_TYPE_F32 || type_k == GGML_TYPE_F16);
-    return floats || ggml_get_type_traits(type_k)->is_quantized || ggml_get_type_traits(type_v)->is_quantized;
 }
 
 const char * kvq_cpu_name(void) {

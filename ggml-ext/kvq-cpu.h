@@ -37,15 +37,8 @@ KVQ_FORMATS(KVQ_CPU_DECLARE)
 // base library, which is compiled for any CPU.
 ggml_to_float_t kvq_to_float(enum ggml_type type);
 
-// n values of a row in f32: the row itself if it is f32, else decoded into buf.
-const float * kvq_row_f32(enum ggml_type type, const void * row, float * buf, int64_t n);
-
 // A block of n values of a quantized type to f32 or f16.
 void kvq_copy_block(enum ggml_type type, const void * block, enum ggml_type type_dst, void * dst, int64_t n);
-
-// Whether attention over these types takes upstream's paths that read rows as f32, once for a tile of queries, and that
-// split the cache among threads: equal float types, as upstream has it, and all pairs with a quantized side.
-bool kvq_cpu_tiles(enum ggml_type type_k, enum ggml_type type_v);
 
 // the path that was compiled in: "generic", "avx2", "avx512" or "neon"
 const char * kvq_cpu_name(void);
