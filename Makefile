@@ -13,7 +13,7 @@ RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
 # `env` looks programs up itself: make 3.81 would look along its own PATH.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-hours bench-metal bench.metal sweep demo lint format clean
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-hours bench-cpu bench.cpu bench-metal bench.metal sweep demo lint format clean
 
 help: ## say what can be made
 	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
@@ -72,6 +72,14 @@ sweep: package ## quality of every pair of widths on SmolLM2, an hour or two, co
 
 test-hours: package ## what takes an hour or more
 	@$(RUN) python scripts/run_tests.py hours
+
+bench-cpu: package build-upstream ## decode and prefill over depth beside the unpatched release, about an hour on an idle machine, continued where it stopped: make bench-cpu [BENCH="--model tinyllama"]
+	@$(RUN) kvsplit models pull smollm2
+	@$(RUN) kvsplit models pull gemma3-270m
+	@mkdir -p kvsplit-results
+	@$(RUN) python scripts/bench_cpu.py --out kvsplit-results/cpu-attention.jsonl --resume $(BENCH)
+
+bench.cpu: bench-cpu
 
 bench-metal: package ## memory, speed and quality on this machine's device, rows to kvsplit-results: make bench-metal [MODEL=FILE] [CTX=8192]
 	@$(RUN) kvsplit doctor

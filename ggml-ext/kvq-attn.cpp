@@ -565,8 +565,8 @@ kvq_vf tanh_of(kvq_vf x) { // (1 - e)/(1 + e), e = exp(-2 |x|)
 }
 
 // Scores of a row to weights exp(score - max), and the row's max, sum and accumulator along with them; plain: without a mask.
-// Weights come in units that kvq_levels_weights wants if V has levels. False if no weight counts.
-bool softmax(const item & t, int64_t r, int64_t ic, int n, bool plain) {
+// levels: weights come in units that kvq_levels_weights wants. False if no weight counts.
+bool softmax(const item & t, int64_t r, int64_t ic, int n, bool plain, bool levels) {
     constexpr int n_vec = N/KVQ_VF;
     const plan & p = t.p;
     float * s = t.at<float>(p.s) + r*N;
@@ -643,7 +643,7 @@ bool softmax(const item & t, int64_t r, int64_t ic, int n, bool plain) {
     *sum += kvq_vf_sum(kvq_vf_add(kvq_vf_add(total[0], total[1]), kvq_vf_add(total[2], total[3])));
 
     kvq_vf unit = kvq_vf_set1(1.0f);
-    if (p.vl) {
+    if (levels) {
         const float * largest = t.at<float>(p.v_abs);
         kvq_vf most[2] = { kvq_vf_set1(0.0f), kvq_vf_set1(0.0f) };
         KVQ_UNROLL
@@ -662,7 +662,7 @@ bool softmax(const item & t, int64_t r, int64_t ic, int n, bool plain) {
     }
     KVQ_UNROLL
     for (int i = 0; i < n_vec; i++) {
-        kvq_vf_store(s + i*KVQ_VF, p.vl ? kvq_vf_mul(x[i], unit) : x[i]);
+        kvq_vf_store(s + i*KVQ_VF, levels ? kvq_vf_mul(x[i], unit) : x[i]);
     }
     return true;
 }
@@ -726,7 +726,7 @@ void accumulate_slowly(const item & t, int64_t r0, int64_t r1, int64_t ic, int n
     for (int i = 0; i < n; i++) {
         row_to_float(p.v->type, v_rows(t, ic + i), buf, p.dv);
         for (int64_t r = r0; r < r1; r++) {
-            const float w = t.at<float>(p.s)[r*N + i]*(p.vl ? t.at<float>(p.unit)[r] : 1.0f);
+            const float w = t.at<float>(p.s)[r*N + i];
             if (w == 0.0f) {
                 continue;
             }
@@ -749,7 +749,7 @@ void rows_of_tile(const item & t, int64_t iq0, int64_t iq1, int64_t ic, int n, c
     for (int64_t iq = iq0; iq < iq1; iq++) {
         for (int64_t r = iq*t.p.group; r < (iq + 1)*t.p.group; r++) {
             prefetch_part(next, t.p.v->nb[1], t.p.v_bytes, n_next, r - r0, r - r0 + 1, r1 - r0);
-            any = softmax(t, r, ic, n, masks[iq] == MASK_NONE) || any;
+            any = softmax(t, r, ic, n, masks[iq] == MASK_NONE, t.p.vl && finite) || any;
         }
     }
     if (!finite) {

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Write the table of results in README.md from recorded runs.
+"""Write the tables of results in README.md from recorded runs.
 
 Usage: readme_table.py [--check] [FILE...]
 
-FILE is a JSONL of `kvsplit compare` under results/. Without one, the files that README.md names already; if it names
-none, every JSONL in results/. What stands between the two markers in README.md is replaced. --check writes nothing.
+FILE is a JSONL of `kvsplit compare` or of `bench_cpu.py` under results/. Without one of a kind, the files that
+README.md names already; if it names none, for the comparison every JSONL in results/ but those of bench_cpu.py, and for
+the speed over depth results/cpu-attention.jsonl. What stands between a pair of markers in README.md is replaced; the
+speed has its own pair, which a README may lack. --check writes nothing.
 
 Exit codes: 0 done, 1 README.md and the results differ (--check), 2 usage, or a file that can't be read.
 """
@@ -23,6 +25,12 @@ BEGIN = "<!-- results:"
 END = "<!-- end of results -->"
 BLOCK = re.compile(rf"^{re.escape(BEGIN)}(?P<files>[^\n]*?)-->\n(?P<body>.*?)^{re.escape(END)}$", re.M | re.S)
 NONE = "No run is recorded in `results/` yet.\n"
+SPEED_BEGIN = "<!-- speed:"
+SPEED_END = "<!-- end of speed -->"
+SPEED_BLOCK = re.compile(
+    rf"^{re.escape(SPEED_BEGIN)}(?P<files>[^\n]*?)-->\n(?P<body>.*?)^{re.escape(SPEED_END)}$", re.M | re.S
+)
+SPEED_FILE = "cpu-attention.jsonl"
 
 try:
     import kvsplit  # noqa: F401
@@ -104,6 +112,68 @@ def block(paths: Sequence[Path]) -> str:
     return f"{BEGIN} {names + ' ' if names else ''}-->\n{body}{END}"
 
 
+def speed_table(path: Path) -> str:
+    """Ratios of decoding and prefill over depth, a table a model, from a run of bench_cpu.py."""
+    from kvsplit import depth, results
+
+    rows = list(results.read(path))
+    out: List[str] = []
+    for a in depth.analyse(rows):
+        rounds = sorted({p.rounds for p in a.points})
+        spans = "-".join(str(n) for n in dict.fromkeys((rounds[0], rounds[-1])))
+        head = f"`{a.model}` on {a.cpu or 'an unnamed CPU'}, {a.n_threads} threads"
+        for decode in (True, False):
+            points = [p for p in a.points if bool(p.n_gen) == decode]
+            if points:
+                n = points[0].n_gen or points[0].n_prompt
+                work = "decoding" if decode else f"prefill of {n} tokens"
+                title = f"{head}, {work} by tokens in the cache, speed over that of {a.base}:"
+                out += [title, "", *depth.grid(points, decode, depth.ratio_cell), ""]
+        out += ["- Each figure is the median of ratios within one round, in which all configurations took turns; "]
+        out[-1] += f"{spans} rounds, in parentheses an interval for that median."
+        base = [p for p in a.points if p.config == a.base and p.n_gen]
+        if base:
+            speeds = ", ".join(f"{p.ts:.1f} at {p.depth}" for p in sorted(base, key=lambda p: p.depth))
+            out.append(f"- {a.base} decodes, in tokens per second: {speeds}.")
+        fits = ", ".join(
+            f"{s.config} {s.bytes_per_s[0] / 1e9:.1f} GB/s ({100 * s.bytes_per_s[0] / a.copy:.0f} % of copying)"
+            for s in a.slopes
+            if a.copy
+        )
+        if fits:
+            out.append(f"- Packed cache that attention reads, from the slope of decode time over depth: {fits}.")
+        if depth.bandwidth_text(a):
+            out.append(f"- {depth.bandwidth_text(a)}")
+        out.append("")
+    first = rows[0].provenance
+    out.append(f"Raw samples and provenance: [`{path.name}`](results/{path.name}), by `{first.command}`.")
+    return "\n".join(out) + "\n"
+
+
+def speed_block(paths: Sequence[Path]) -> str:
+    """All that stands in README.md from one marker of the speed to the other."""
+    names = " ".join(p.name for p in paths)
+    body = "\n".join(speed_table(p) for p in paths) if paths else NONE
+    return f"{SPEED_BEGIN} {names + ' ' if names else ''}-->\n{body}{SPEED_END}"
+
+
+def is_speed(path: Path) -> bool:
+    """True if a file is one of bench_cpu.py: its rows name the libraries that were measured."""
+    from kvsplit import results
+
+    return any(r.provenance.library_sha256 for r in results.read(path))
+
+
+def choose_speed(root: Path, readme: str, given: Sequence[Path] = ()) -> List[Path]:
+    """Files to make the table of the speed over depth of."""
+    if given:
+        return list(given)
+    found = SPEED_BLOCK.search(readme)
+    names = found.group("files").split() if found else []
+    default = root / "results" / SPEED_FILE
+    return [root / "results" / n for n in names] if names else [default] if default.is_file() else []
+
+
 def named(readme: str) -> List[str]:
     """Files that the marker in README.md names."""
     found = BLOCK.search(readme)
@@ -117,7 +187,9 @@ def choose(root: Path, readme: str, given: Sequence[Path] = ()) -> List[Path]:
     if given:
         return list(given)
     names = named(readme)
-    return [root / "results" / n for n in names] if names else sorted((root / "results").glob("*.jsonl"))
+    if names:
+        return [root / "results" / n for n in names]
+    return [p for p in sorted((root / "results").glob("*.jsonl")) if not is_speed(p)]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -133,9 +205,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             if f.resolve().parent != folder:
                 raise ValueError(f"{f} is not in {folder}: what README.md prints is committed there")
         old = path.read_text(encoding="utf-8")
-        files = choose(args.root, old, args.files)
+        speed = [f for f in args.files if is_speed(f)]
+        files = choose(args.root, old, [f for f in args.files if f not in speed])
         named(old)
+        if speed and not SPEED_BLOCK.search(old):
+            raise ValueError(f"README.md has no block from '{SPEED_BEGIN} ... -->' to '{SPEED_END}'")
+        speed = choose_speed(args.root, old, speed)
         new = BLOCK.sub(lambda _: block(files), old, count=1)
+        new = SPEED_BLOCK.sub(lambda _: speed_block(speed), new, count=1)
     except (OSError, ValueError, IndexError) as e:
         print(f"readme_table.py: error: {e}", file=sys.stderr)
         return 2
@@ -146,7 +223,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print("README.md and the results differ: run scripts/readme_table.py", file=sys.stderr)
         return 1
     path.write_text(new, encoding="utf-8")
-    print(f"wrote the table of {', '.join(f.name for f in files) or 'no run'} into README.md", file=sys.stderr)
+    written = [f.name for f in (*files, *(speed if SPEED_BLOCK.search(old) else ()))]
+    print(f"wrote the tables of {', '.join(written) or 'no run'} into README.md", file=sys.stderr)
     return 0
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from kvsplit.results import Summary
 
@@ -19,6 +19,7 @@ class Style:
     color: str
     marker: str
     line: str = "-"
+    filled: bool = True  # the unpatched release's markers are empty
 
 
 _STYLES: Dict[str, Style] = {
@@ -30,6 +31,12 @@ _STYLES: Dict[str, Style] = {
     "K8V5": Style("#E69F00", "P"),
     "K5V4": Style("#56B4E9", "X"),
     "K5V5": Style("#7F6A00", "h"),
+    "F16 fused": Style("#777777", "s"),
+}
+# The unpatched release beside ours: the colour of the same types, dotted.
+_UPSTREAM: Dict[str, Style] = {
+    "upstream F16": Style("#000000", "s", ":", False),
+    "upstream K8V4": Style("#D55E00", "D", ":", False),
 }
 _SPARE = [
     Style(c, m)
@@ -42,7 +49,7 @@ _SPARE = [
 
 def style(config: str, position: int = 0) -> Style:
     """The look of a configuration; ``position`` picks one for a label that has none of its own."""
-    return _STYLES.get(config) or _SPARE[position % len(_SPARE)]
+    return _STYLES.get(config) or _UPSTREAM.get(config) or _SPARE[position % len(_SPARE)]
 
 
 def pareto(points: Sequence[Tuple[float, float]]) -> List[int]:
@@ -266,6 +273,91 @@ def pair_heat_map(
         fig.suptitle(f"Quality of every pair of widths: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
         if note:
             ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+        path = Path(output)
+        part = path.with_name(f".{path.name}.part")
+        form = path.suffix.lstrip(".") or "png"
+        try:
+            with open(part, "wb") as f:
+                fig.savefig(f, format=form, metadata={"Date": None} if form == "svg" else None)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def decode_depth(
+    series: Mapping[str, Sequence[Tuple[int, float, float, float]]],
+    output: Union[str, "os.PathLike[str]"],
+    *,
+    model: str,
+    note: str = "",
+) -> None:
+    """Decode speed over the depth of the cache, one line a configuration; both axes are logarithmic.
+
+    Lines are named at their right ends, in their colours, so that the figure needs no legend.
+
+    Args:
+        series: by configuration (depth in tokens, tokens per second, lower and upper end of its bar), by depth.
+        output: file to write, replaced if it is there; the ending says the format.
+        model: name for the title.
+        note: one line below the title.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    # ids without chance and no date: the same numbers give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "kvsplit"}):
+        fig = Figure(figsize=(7.6, 4.8), dpi=160, layout="constrained")
+        canvas: Any = FigureCanvasAgg(fig)
+        ax = fig.add_subplot()
+        ends: List[Tuple[str, float, float]] = []
+        for i, (name, pts) in enumerate(series.items()):
+            st = style(name, i)
+            xs, ys = [p[0] for p in pts], [p[1] for p in pts]
+            below, above = [p[1] - p[2] for p in pts], [p[3] - p[1] for p in pts]
+            ax.errorbar(
+                xs, ys, yerr=[below, above], marker=st.marker, color=st.color, ls=st.line, ms=6.5, lw=1.5, capsize=3,
+                elinewidth=1.1, markerfacecolor=st.color if st.filled else "white", markeredgecolor=st.color,
+                zorder=3, label=name,
+            )  # fmt: skip
+            ends.append((name, xs[-1], ys[-1]))
+        depths = sorted({p[0] for pts in series.values() for p in pts})
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xticks(depths, [f"{d // 1024}k" if d and d % 1024 == 0 else str(d) for d in depths])
+        speeds = [v for pts in series.values() for p in pts for v in p[1:]]
+        low, high = min(speeds) / 1.15, max(speeds) * 1.15
+        ticks = [m * 10**e for e in range(-3, 6) for m in (1, 2, 3, 5, 7) if low <= m * 10**e <= high]
+        ax.set_ylim(low, high)
+        ax.set_yticks(ticks)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.set_xlim(depths[0] / 1.1, depths[-1] * 1.1)
+        ax.set_xlabel("tokens in the cache")
+        ax.set_ylabel("decoding (tokens per second)")
+        fig.suptitle(f"Decode speed over depth: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+        if note:
+            ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+        ax.grid(True, color="#e4e4e4", lw=0.7)
+        ax.set_axisbelow(True)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+
+        canvas.draw()
+        # names one below the other, each as near to the end of its line as the others let it
+        to_pixel, line = ax.transData, 12 * fig.dpi / 72
+        taken = -math.inf
+        for pixel, name, x, y in sorted((float(to_pixel.transform((x, y))[1]), name, x, y) for name, x, y in ends):
+            taken = max(pixel, taken + line)
+            place = float(to_pixel.inverted().transform((0, taken))[1])
+            ax.annotate(
+                name, (x, y), xytext=(1.02, place), textcoords=ax.get_yaxis_transform(),
+                color=style(name, list(series).index(name)).color, fontsize=9, fontweight="bold", va="center",
+                annotation_clip=False,
+                arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#bbbbbb", "shrinkA": 0, "shrinkB": 5},
+            )  # fmt: skip
         path = Path(output)
         part = path.with_name(f".{path.name}.part")
         form = path.suffix.lstrip(".") or "png"

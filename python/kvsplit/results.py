@@ -20,7 +20,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tupl
 from kvsplit.errors import CacheFolderError, ResultError
 
 SCHEMA = 1
-KINDS = ("memory", "speed", "quality")
+KINDS = ("memory", "speed", "quality", "bandwidth")
 
 
 @dataclass
@@ -43,6 +43,10 @@ class Provenance:
     model_type: str = ""
     model_size: Optional[int] = None
     model_n_params: Optional[int] = None
+    unpatched: Optional[bool] = None  # the library is the pinned release without patches
+    library_sha256: str = ""  # over the libraries that computed
+    environment: str = ""  # variables that were set for this configuration, NAME=VALUE
+    system_info: str = ""  # CPU features that the library uses, as llama.cpp prints them
 
 
 @dataclass
@@ -91,7 +95,13 @@ class Row:
     median_ts: Optional[float] = None
     samples_ns: Optional[List[float]] = None
     samples_ts: Optional[List[float]] = None
+    tokens_ns: Optional[List[List[float]]] = None  # of each sample, time of each decoded token
+    busy_elsewhere: Optional[List[float]] = None  # of each sample, share of the machine that other work took
     peak_rss: Optional[int] = None  # of the process, bytes
+
+    # bandwidth of the machine's memory, tries; a copy counts as read and written
+    read_bytes_per_s: Optional[List[float]] = None
+    copy_bytes_per_s: Optional[List[float]] = None
 
     # quality, against f16 of the same build
     text: Optional[str] = None
@@ -129,6 +139,7 @@ class Row:
             "memory": ("n_ctx", "kv_bytes", "kv_bytes_f16", "saving", "bits_per_value"),
             "speed": ("n_prompt", "n_gen", "n_depth", "n_threads", "samples_ts", "median_ts"),
             "quality": ("text", "text_sha256", "ppl_ctx", "chunks", "ppl", "ppl_se"),
+            "bandwidth": ("n_threads", "read_bytes_per_s", "copy_bytes_per_s"),
         }
         unmeasured = ("ppl", "ppl_se") if self.finite is False else ()
         for name in needed[self.kind]:
@@ -271,6 +282,8 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
     """One line per configuration, in the order of first appearance."""
     out: Dict[Tuple[str, str], Summary] = {}
     for r in rows:
+        if r.kind == "bandwidth":  # of the machine, not of a configuration
+            continue
         key = (r.kvq_key, r.kvq_val)
         s = out.setdefault(key, Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v))
         if r.kind == "memory":
