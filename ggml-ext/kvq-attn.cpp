@@ -39,6 +39,7 @@ constexpr int     ROWS_MAX     = 64;  // rows of queries that an item aims at: t
 constexpr int64_t GROUP_MAX    = 128; // heads that share a KV head; more are taken in parts
 constexpr int64_t ITEMS        = 64;  // as many items as are made by splitting the cache, if there are fewer
 constexpr int64_t CHUNK_MIN    = 2*N; // positions of a chunk at least
+constexpr int64_t ROWS_ALONE   = 2;   // up to so many rows of queries, K in floats isn't worth transposing
 
 int64_t div_up  (int64_t a, int64_t b) { return (a + b - 1)/b; }
 int64_t round_up(int64_t a, int64_t b) { return div_up(a, b)*b; }
@@ -143,7 +144,8 @@ struct plan {
 
     float scale, max_bias, softcap;
 
-    int64_t dk, dv, dvp;     // values of a row of K and V; of an accumulator, a multiple of 32
+    int64_t dk, dv;          // values of a row of K and V
+    int64_t dkp, dvp;        // the same with room for whole vectors
     int64_t n_kv, n_q, n_head, n_stream;
     int64_t group;           // heads of an item: they share a KV head
     int64_t tile_q;          // queries of an item
@@ -176,6 +178,7 @@ plan make_plan(const struct ggml_tensor * dst) {
 
     p.dk       = p.k->ne[0];
     p.dv       = p.v->ne[0];
+    p.dkp      = round_up(p.dk, 32);
     p.dvp      = round_up(p.dv, 32);
     p.n_kv     = p.k->ne[1];
     p.n_q      = p.q->ne[1];
@@ -232,8 +235,8 @@ plan make_plan(const struct ggml_tensor * dst) {
         p.k_d    = room(p.kb*N*sizeof(float));
         p.k_m    = room(p.kb*N*sizeof(float));
     } else {
-        p.q_f32  = room(p.rows*p.dk*sizeof(float));
-        p.k_tile = room(N*p.dk*sizeof(float));
+        p.q_f32  = room(p.rows*p.dkp*sizeof(float));
+        p.k_tile = room(N*p.dkp*sizeof(float));
     }
     if (p.vl) {
         p.w_hi   = room(KVQ_ROWS*N);
@@ -358,6 +361,17 @@ void product_rows(int64_t n, const float * a, int64_t a_stride, const float * b,
     }
 }
 
+// n: a multiple of 32
+KVQ_INLINE float dot(int64_t n, const float * a, const float * b) {
+    kvq_vf x = kvq_vf_set1(0.0f);
+    kvq_vf y = kvq_vf_set1(0.0f);
+    for (int64_t i = 0; i < n; i += 2*KVQ_VF) {
+        x = kvq_vf_fma(kvq_vf_load(a + i),          kvq_vf_load(b + i),          x);
+        y = kvq_vf_fma(kvq_vf_load(a + i + KVQ_VF), kvq_vf_load(b + i + KVQ_VF), y);
+    }
+    return kvq_vf_sum(kvq_vf_add(x, y));
+}
+
 // f for rows r0 ... r1 - 1, as many at once as a register tile holds
 template <typename F> void each_rows(int64_t r0, int64_t r1, F f) {
     int64_t r = r0;
@@ -401,7 +415,9 @@ void load_queries(const item & t) {
     for (int64_t r = 0; r < t.n_rows(); r++) {
         const float * q = (const float *) row_of(p.q, t.i1 + r/p.group, t.h0 + r % p.group, t.i3);
         if (!p.kl) {
-            memcpy(t.at<float>(p.q_f32) + r*p.dk, q, p.dk*sizeof(float));
+            float * x = t.at<float>(p.q_f32) + r*p.dkp;
+            memcpy(x, q, p.dk*sizeof(float));
+            std::fill(x + p.dk, x + p.dkp, 0.0f);
             factor[r] = scale;
             continue;
         }
@@ -455,6 +471,12 @@ void load_k(const item & t, int64_t ic, int n) {
     const char * rows = k_rows(t, ic);
     if (p.kl) {
         p.kl->k(rows, p.k->nb[1], n, (int) p.kb, t.at<uint8_t>(p.k_tile), t.at<float>(p.k_d), t.at<float>(p.k_m));
+    } else if (p.rows <= ROWS_ALONE) {
+        float * k = t.at<float>(p.k_tile);
+        for (int i = 0; i < n; i++) {
+            row_to_float(p.k->type, rows + i*p.k->nb[1], k + i*p.dkp, p.dk);
+            std::fill(k + i*p.dkp + p.dk, k + (i + 1)*p.dkp, 0.0f);
+        }
     } else {
         k_to_float(p, rows, n, t.at<float>(p.k_tile), t.at<float>(p.buf));
     }
@@ -554,7 +576,17 @@ void scores(const item & t, int64_t r0, int64_t r1, int64_t ic, int n) {
 #endif
     each_rows(r0, r1, [&](int64_t r, auto n_rows) {
         prefetch_part(next, p.k->nb[1], p.k_bytes, n_next, r - r0, r - r0 + n_rows.value, r1 - r0);
-        product_rows<n_rows.value>(p.dk, t.at<float>(p.q_f32) + r*p.dk, p.dk, t.at<float>(p.k_tile), N, s + r*N, N, round_up(n, 16), false);
+        const float * q = t.at<float>(p.q_f32) + r*p.dkp;
+        const float * k = t.at<float>(p.k_tile);
+        if (p.rows <= ROWS_ALONE) {
+            for (int i = 0; i < n; i++) {
+                for (int j = 0; j < n_rows.value; j++) {
+                    s[(r + j)*N + i] = dot(p.dkp, q + j*p.dkp, k + i*p.dkp);
+                }
+            }
+            return;
+        }
+        product_rows<n_rows.value>(p.dk, q, p.dkp, k, N, s + r*N, N, round_up(n, 16), false);
     });
 }
 
