@@ -15,18 +15,16 @@
 // Rows are decoded one by one: a block's bytes are the 16 or 32 lanes then, and its other planes are spread by a lookup or
 // two shifts. Transposing 4 rows is a single store, st4, for every 16 values; with i8mm, zips come before it.
 //
-// A tile of K, without and with i8mm:  [16 positions][block of 32 values][4 positions][8][4 positions][4 values]
-//                                                                                     [2][4][2 positions][8 values]
-// A tile of V:                         [block][4 positions][32 values][4 positions]
-//                                      [block][8 positions][32 values][8 positions]
+// A tile of K: [16 positions][block of 32 values][4][8][4 positions][4 values]; with i8mm [..][..][8][4][2 positions][8 values].
+// A tile of V: [block][32][32 values][4 positions], with i8mm [block][16][32 values][8 positions].
 // Scales of both are [block][position].
 //
 // Instructions, counted by an emulator (GCC 12, a head of 128 values, a full tile), with floats / sdot / smmla:
 // - scores with 32 values of a position, for each row of queries: 13.2 / 6.0 / 5.1 if 4 rows are done at once, 22.3 / 8.0 / 7.6
 //   if there is but one
 // - weighted sums likewise, with what makes bytes of the weights: 13.1 / 7.2 / 5.5 and 22.3 / 9.8 / 6.3
-// - decoding 32 values of K: q8_0 115 / 7 / 10, kvq4 120 / 19 / 20, kvq6 138 / 34 / 34; of V: 57 / 6 / 10, 65 / 19 / 19, 83 / 33 / 38.
-//   st4 counts as one here, but occupies a CPU for longer.
+// - decoding 32 values of K: q8_0 115 / 7 / 10, kvq4 120 / 19 / 20, kvq6 138 / 34 / 34; of V: 57 / 6 / 10, 65 / 19 / 19 and
+//   83 / 33 / 38. st4 counts as one here, but occupies a CPU for longer.
 
 #pragma once
 
@@ -140,7 +138,8 @@ KVQ_INLINE void kvq_trellis_4(const uint8_t * plane, uint8x16_t m[2]) {
 
 // a second plane of 1 bit, put at bit `at` of the indices
 template <int at> KVQ_INLINE void kvq_trellis_high_1(const uint8_t * plane, uint8x16_t m[2]) {
-    const int8x16_t shift = { at, at, at, at, at - 1, at - 1, at - 1, at - 1, at - 2, at - 2, at - 2, at - 2, at - 3, at - 3, at - 3, at - 3 };
+    const int8x16_t shift = { at,     at,     at,     at,     at - 1, at - 1, at - 1, at - 1,
+                              at - 2, at - 2, at - 2, at - 2, at - 3, at - 3, at - 3, at - 3 };
     uint32_t w;
     memcpy(&w, plane, sizeof(w));
     const uint8x16_t x = vreinterpretq_u8_u32(vdupq_n_u32(w));
@@ -150,7 +149,8 @@ template <int at> KVQ_INLINE void kvq_trellis_high_1(const uint8_t * plane, uint
 
 // the same of 2 bits
 template <int at> KVQ_INLINE void kvq_trellis_high_2(const uint8_t * plane, uint8x16_t m[2]) {
-    const int8x16_t  shift = { at, at, at, at, at, at, at, at, at - 2, at - 2, at - 2, at - 2, at - 2, at - 2, at - 2, at - 2 };
+    const int8x16_t  shift = { at,     at,     at,     at,     at,     at,     at,     at,
+                               at - 2, at - 2, at - 2, at - 2, at - 2, at - 2, at - 2, at - 2 };
     const uint8x16_t x = vcombine_u8(vld1_u8(plane), vld1_u8(plane));
     m[0] = vbslq_u8(vdupq_n_u8(3 << at), vshlq_u8(x, shift),                            m[0]);
     m[1] = vbslq_u8(vdupq_n_u8(3 << at), vshlq_u8(x, vsubq_s8(shift, vdupq_n_s8(4))), m[1]);
@@ -185,7 +185,7 @@ KVQ_INLINE int8x16_t kvq_lookup(int8x16x4_t tab, uint8x16_t i) { return vqtbl4q_
 KVQ_INLINE int8x16_t kvq_lookup(int8x16x2_t tab, uint8x16_t i) {
     int8x16_t y = vqtbl2q_s8(tab, i);
 #if defined(__clang__) && defined(KVQ_LEVELS_I8MM)
-    __asm__("" : "+w"(y)); // up to version 20, Clang crashes when it merges such lookups with a zip (LLVM issue 135950)
+    __asm__("" : "+w"(y)); // Clang 19 crashes where it merges such lookups with a zip: LLVM issue 135950
 #endif
     return y;
 }
@@ -195,7 +195,8 @@ KVQ_INLINE int8x16_t kvq_lookup(int8x16x3_t tab, uint8x16_t i) { // kvq6
 }
 
 // levels of a block: values 0 ... 15 and 16 ... 31
-template <enum ggml_type type, typename T_table> KVQ_INLINE void kvq_decode(const char * data, const T_table & tab, int8x16_t y[2]) {
+template <enum ggml_type type, typename table>
+KVQ_INLINE void kvq_decode(const char * data, const table & tab, int8x16_t y[2]) {
     using T = kvq_levels_of<type>;
     const uint8_t * block = (const uint8_t *) data;
 
@@ -533,8 +534,8 @@ KVQ_INLINE int32_t kvq_levels_weights(const float * p, const float * d, int n, i
 // o += weights * V for one block, n positions, a multiple of 16. hi, lo: [rows][KVQ_ATTN_N]; sum: not used, without a bias;
 // unit: what a weight's unit is worth; o: [rows][o_stride].
 template <int n_rows>
-KVQ_INLINE void kvq_levels_pv_rows(const uint8_t * v, int n, const int8_t * hi, const int8_t * lo, const int32_t * sum, const float * unit,
-        float * o, size_t o_stride) {
+KVQ_INLINE void kvq_levels_pv_rows(const uint8_t * v, int n, const int8_t * hi, const int8_t * lo, const int32_t * sum,
+        const float * unit, float * o, size_t o_stride) {
     for (int c = 0; c < 32; c += 8) { // 8 values at once: 4 accumulators for a row
         int32x4_t a[n_rows][4];
         KVQ_UNROLL

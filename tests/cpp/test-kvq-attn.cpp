@@ -324,6 +324,7 @@ static void make_rows(const config & c, bool is_k, ggml_type type, char * row, i
             }
             // 1.6/max: about 1 for the standard deviation of a level
             float d = size*1.6f/(float) max_level(type)*(has_min(type) ? 2.0f : 1.0f);
+            d *= (float) std::exp(0.2*rng.normal()); // equal scales and saturated scores would be equal weights, all rounded alike
             if (c.data == DATA_BLOCKS) {
                 d *= (float) std::exp(0.7*rng.normal())*(rng.chance(0.5) ? -1.0f : 1.0f);
                 if (rng.chance(0.05)) { d = 0.0f; }
@@ -575,6 +576,7 @@ struct result {
     std::vector<double> mse;   // expected squared error of a row, summed over its values: [stream][query][head]
     std::vector<bool>   blind; // rows that attend to nothing
     double ref2 = 0;           // sum of squares of out
+    double mse_weights = 0;    // the part of mse that rounded weights have, of all rows
 };
 
 static double alibi_slope(const config & c, int64_t h) {
@@ -613,8 +615,8 @@ static double alibi_slope(const config & c, int64_t h) {
 // - weights in steps of w = max(p_j d_j)/32512, with d the scales, or a minimum by 32 if that is larger; the largest over the
 //   cache is above that of each tile; L is the largest level, and levels are spread over [-L, L]:
 //   n w/2 L, see HALF | w/sqrt(12) sqrt(n) L/sqrt(3)
-//   Weights below a step are lost or rounded up, many of them in the same direction, so their errors add up to w/2 times the sum of
-//   their levels. The mean level is about L/2 with a minimum, else 0 but for channels that are large everywhere, 1 in 29 of DATA_CHANNELS.
+//   Weights below two steps are rounded, many of them in the same direction, by at most half a step or all of the weight: their
+//   errors add up, times the mean level, L/2 with a minimum. Else it is 0 but for channels that are large at all positions.
 static void attend(const problem & p, const rounding & r, result & res) {
     const config & c = p.c;
     const int64_t n_rows = c.n_stream*c.n_q*c.n_head();
@@ -623,6 +625,7 @@ static void attend(const problem & p, const rounding & r, result & res) {
     res.mse.assign(n_rows, 0.0);
     res.blind.assign(n_rows, false);
     res.ref2 = 0;
+    res.mse_weights = 0;
 
     const double cap   = c.softcap;
     const double level = max_level(c.type_v);
@@ -749,11 +752,12 @@ static void attend(const problem & p, const rounding & r, result & res) {
                     }
                     const double w    = r.weights && is_quantized(c.type_v) ? w_top/STEPS : 0.0;
                     const double grow = 1 + 2*e_top; // terms of second order: exp(e) - 1 against e
-                    double n_small = 0;
+                    double lost = 0;
                     for (int64_t j = 0; w > 0 && j < c.n_kv; j++) {
-                        n_small += z[j] != -INFINITY && z[j]/total*scale_v[j] < w;
+                        const double wj = z[j] == -INFINITY ? 0 : z[j]/total*scale_v[j];
+                        lost += wj < 2*w ? std::min(wj, HALF*w) : 0;
                     }
-                    const double lost  = HALF*w*n_small*level*(has_min(c.type_v) ? 0.5 : std::sqrt(1.0/29));
+                    lost *= level*(has_min(c.type_v) ? 0.5 : c.layout == LAYOUT_MLA && c.data == DATA_CHANNELS ? std::sqrt(1.0/29) : 0.0);
                     double * bound = res.bound.data() + row*c.dv;
                     double   mse   = 0;
                     for (int64_t d = 0; d < c.dv; d++) {
@@ -764,6 +768,7 @@ static void attend(const problem & p, const rounding & r, result & res) {
                         res.ref2 += out[d]*out[d];
                     }
                     res.mse[row] = mse;
+                    res.mse_weights += c.dv*(w*w/12*n*level*level/3 + lost*lost);
                 }
             }
         }
@@ -1371,7 +1376,7 @@ static void test_exp(bool all) {
 //
 
 struct totals {
-    double ours = 0, upstream = 0, expected = 0;
+    double ours = 0, upstream = 0, expected = 0, weights = 0;
     int    n = 0;
     bool   differ = false; // from upstream's path
 };
@@ -1400,6 +1405,7 @@ static void test_case(const config & c, totals & t, random_source & rng) {
     if (ours.ref2 > 0) {
         t.ours     += ours.nmse;
         t.expected += ours.mse/ours.ref2;
+        t.weights  += ref.mse_weights/ours.ref2;
         t.n++;
 #ifndef KVQ_ATTN_STANDALONE
         run_options up;
@@ -1432,11 +1438,11 @@ static void test_pair(ggml_type type_k, ggml_type type_v, int n_cases, case_sour
     CHECK("taken", t.differ, "K %s, V %s: upstream's path gives the same bits: it was run", name_of(type_k), name_of(type_v));
     printf("%-7s %-7s %10.2e %10.2e %10.2e\n", name_of(type_k), name_of(type_v), ours, upstream, expected);
     // Upstream rounds the query to 8 bits for its own quantized types, to 11 and 8 for f16 and bf16, and sums up f16 values in
-    // f16. All of these are coarser than 16 bits. Where all it does is in float, roundings of 16 bits are above it; there the
-    // expectation is the limit, which is above the true one (Cauchy and Schwarz).
+    // f16: all of these are coarser than our 16 bits. Weights it doesn't round; with few positions, or equal ones, only theirs is
+    // left of the errors. Where all it does is in float, our expectation is the limit. Twice: a mean of a few cases.
     const bool upstream_exact = (type_k == GGML_TYPE_F32 || kvq_get_format(type_k)) && type_v != GGML_TYPE_F16;
-    CHECK("upstream", ours <= upstream || (upstream_exact && ours <= 2*expected), "K %s, V %s: error %g, upstream's %g, expected %g",
-        name_of(type_k), name_of(type_v), ours, upstream, expected);
+    const double limit = upstream_exact ? upstream + 2*expected : upstream + 2*t.weights/t.n;
+    CHECK("upstream", ours <= limit, "K %s, V %s: error %g, upstream's %g, limit %g", name_of(type_k), name_of(type_v), ours, upstream, limit);
 #endif
 }
 
