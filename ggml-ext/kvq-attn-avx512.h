@@ -15,18 +15,19 @@
 
 #pragma once
 
+#include "kvq-attn.h"
 #include "kvq-attn-vec.h"
 #include "kvq-formats.h"
 
 #define KVQ_LEVELS_POSITIONS 32 // a tile of K is filled in steps of so many
 
 // what the bytes of a tile are above the levels
-KVQ_INLINE int kvq_levels_bias(enum ggml_type type) {
+constexpr int kvq_levels_bias(enum ggml_type type) {
     switch (type) {
-        case GGML_TYPE_Q4_1:
-        case GGML_TYPE_Q5_1: return 0;
-        case GGML_TYPE_Q4_0: return 8;
-        case GGML_TYPE_Q5_0: return 16;
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1: return 8;  // with a minimum, too, levels are taken from the middle: small weights that are rounded
+        case GGML_TYPE_Q5_0:            // away would otherwise be missed with one sign
+        case GGML_TYPE_Q5_1: return 16;
         default:             return 128;
     }
 }
@@ -152,9 +153,10 @@ template <enum ggml_type type> KVQ_INLINE void kvq_levels_read_heads(const char 
 
 template <enum ggml_type type> KVQ_INLINE void kvq_levels_scales(const kvq_levels_heads & h, int n, float * d, float * m) {
     for (int i = 0; i < n; i += 16) {
-        _mm512_storeu_ps(d + i, kvq_vf_f16(h.d + i));
+        const __m512 di = kvq_vf_f16(h.d + i);
+        _mm512_storeu_ps(d + i, di);
         if constexpr (kvq_levels_of<type>::min) {
-            _mm512_storeu_ps(m + i, kvq_vf_f16(h.m + i));
+            _mm512_storeu_ps(m + i, _mm512_fmadd_ps(di, _mm512_set1_ps((float) kvq_levels_bias(type)), kvq_vf_f16(h.m + i)));
         }
     }
 }
@@ -484,15 +486,17 @@ KVQ_INLINE float kvq_levels_query(const float * q, int n_blocks, int8_t * hi, in
     }
     const float largest = _mm512_reduce_max_ps(most);
     const float nan     = _mm512_reduce_add_ps(zero);
-    float inv = KVQ_LEVELS_MAX/largest;
+    const float inv     = KVQ_LEVELS_MAX/largest;
     if (nan != 0.0f || !(inv < INFINITY)) { // the latter: all values are 0 or tiny denormals
-        inv = 0.0f;
+        memset(hi,  0, 32*n_blocks);
+        memset(lo,  0, 32*n_blocks);
+        memset(sum, 0, n_blocks*sizeof(sum[0]));
+        return nan;
     }
     for (int b = 0; b < n_blocks; b++) {
         __m512i s = _mm512_setzero_si512();
         KVQ_UNROLL
         for (int i = 32*b; i < 32*b + 32; i += 16) {
-            // values that aren't finite become the lowest int, whose halves are 0
             const __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + i), _mm512_set1_ps(inv)));
             s = _mm512_add_epi32(s, x);
             _mm_storeu_si128((__m128i *) (hi + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8)));
@@ -500,7 +504,7 @@ KVQ_INLINE float kvq_levels_query(const float * q, int n_blocks, int8_t * hi, in
         }
         sum[b] = _mm512_reduce_add_epi32(s);
     }
-    return largest/KVQ_LEVELS_MAX + nan;
+    return largest/KVQ_LEVELS_MAX;
 }
 
 // Scores of n_rows queries with 32 positions, in units of the query's scale.

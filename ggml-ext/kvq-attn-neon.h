@@ -224,24 +224,22 @@ KVQ_INLINE void kvq_decode(const char * data, const table & tab, int8x16_t y[2])
         if constexpr (type == GGML_TYPE_IQ4_NL) {
             y[0] = kvq_lookup(tab, x0);
             y[1] = kvq_lookup(tab, x1);
-        } else if constexpr (type == GGML_TYPE_Q4_0) {
+        } else if constexpr (type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q4_1) {
             y[0] = vsubq_s8(vreinterpretq_s8_u8(x0), vdupq_n_s8(8));
             y[1] = vsubq_s8(vreinterpretq_s8_u8(x1), vdupq_n_s8(8));
-        } else if constexpr (type == GGML_TYPE_Q4_1) {
-            y[0] = vreinterpretq_s8_u8(x0);
-            y[1] = vreinterpretq_s8_u8(x1);
-        } else {
+        } else { // 16 less without the fifth bit: all upper bits
             uint8x16_t mask[2];
             kvq_bits_to_bytes(block + T::high, mask);
-            if constexpr (type == GGML_TYPE_Q5_0) { // 16 less without the fifth bit: all upper bits
-                y[0] = vreinterpretq_s8_u8(vorrq_u8(x0, vbicq_u8(vdupq_n_u8(0xf0), mask[0])));
-                y[1] = vreinterpretq_s8_u8(vorrq_u8(x1, vbicq_u8(vdupq_n_u8(0xf0), mask[1])));
-            } else {
-                y[0] = vreinterpretq_s8_u8(vorrq_u8(x0, vandq_u8(vdupq_n_u8(0x10), mask[0])));
-                y[1] = vreinterpretq_s8_u8(vorrq_u8(x1, vandq_u8(vdupq_n_u8(0x10), mask[1])));
-            }
+            y[0] = vreinterpretq_s8_u8(vorrq_u8(x0, vbicq_u8(vdupq_n_u8(0xf0), mask[0])));
+            y[1] = vreinterpretq_s8_u8(vorrq_u8(x1, vbicq_u8(vdupq_n_u8(0xf0), mask[1])));
         }
     }
+}
+
+// With a minimum, too, levels are taken from the middle, and the minimum is that much higher: small weights that are rounded
+// away would otherwise be missed with one sign.
+template <enum ggml_type type> KVQ_INLINE float32x4_t kvq_min_of_middle(float32x4_t m, float32x4_t d) {
+    return vfmaq_n_f32(m, d, type == GGML_TYPE_Q4_1 ? 8.0f : 16.0f);
 }
 
 // A number of f16 at the start of 4 blocks.
@@ -327,9 +325,10 @@ static void kvq_levels_k_type(const char * rows, size_t stride, int n_valid, int
                 kvq_decode<type>(row[j] + b*T::size, tab, y[j]);
             }
             kvq_store_k(y, (int8_t *) q + (i/16*n_blocks + b)*512 + i%16*32);
-            vst1q_f32(d + b*KVQ_ATTN_N + i, kvq_load_4_f16(row, b*T::size));
+            const float32x4_t scale = kvq_load_4_f16(row, b*T::size);
+            vst1q_f32(d + b*KVQ_ATTN_N + i, scale);
             if constexpr (T::min) {
-                vst1q_f32(m + b*KVQ_ATTN_N + i, kvq_load_4_f16(row, b*T::size + 2));
+                vst1q_f32(m + b*KVQ_ATTN_N + i, kvq_min_of_middle<type>(kvq_load_4_f16(row, b*T::size + 2), scale));
             }
         }
     }
@@ -358,9 +357,10 @@ static void kvq_levels_v_type(const char * rows, size_t stride, int n_valid, int
             kvq_store_v(y, (int8_t *) q + (b*KVQ_ATTN_N + i)*32);
             KVQ_UNROLL
             for (int j = 0; j < step; j += 4) {
-                vst1q_f32(d + b*KVQ_ATTN_N + i + j, kvq_load_4_f16(row + j, b*T::size));
+                const float32x4_t scale = kvq_load_4_f16(row + j, b*T::size);
+                vst1q_f32(d + b*KVQ_ATTN_N + i + j, scale);
                 if constexpr (T::min) {
-                    vst1q_f32(m + b*KVQ_ATTN_N + i + j, kvq_load_4_f16(row + j, b*T::size + 2));
+                    vst1q_f32(m + b*KVQ_ATTN_N + i + j, kvq_min_of_middle<type>(kvq_load_4_f16(row + j, b*T::size + 2), scale));
                 }
             }
         }

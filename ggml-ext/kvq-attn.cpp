@@ -396,6 +396,7 @@ struct item {
 
     int64_t i3, h0, i1, n_q;  // stream, first head, first query, queries
     int64_t ic0, ic1;         // positions
+    const item * next;        // the one that this thread will probably have next, or nullptr
 
     template <typename T> T * at(size_t offset) const { return (T *) (base + offset); }
 
@@ -539,17 +540,29 @@ KVQ_INLINE void prefetch(const char * rows, size_t stride, size_t n_bytes, int64
 #endif
 }
 
-// part `done` ... `next` of `all` of n
-KVQ_INLINE void prefetch_part(const char * rows, size_t stride, size_t n_bytes, int64_t n, int64_t done, int64_t next, int64_t all) {
-    prefetch(rows, stride, n_bytes, n*done/all, n*next/all);
+// The first rows of the tile after that at ic, in this item or in the next one.
+struct rows_ahead {
+    const char * k, * v;
+    int64_t      n;
+};
+
+rows_ahead get_rows_ahead(const item & t, int64_t ic) {
+    const item * it = &t;
+    ic += N;
+    if (ic >= t.ic1) {
+        if (!t.next) {
+            return {};
+        }
+        it = t.next;
+        ic = it->ic0;
+    }
+    return { k_rows(*it, ic), v_rows(*it, ic), std::min<int64_t>(it->ic1 - ic, N) };
 }
 
 // rows r0 ... r1 - 1 of s
-void scores(const item & t, int64_t r0, int64_t r1, int64_t ic, int n) {
+void scores(const item & t, int64_t r0, int64_t r1, int n, const rows_ahead & ahead) {
     const plan & p = t.p;
     float * s = t.at<float>(p.s);
-    const char *  next   = k_rows(t, ic + N);
-    const int64_t n_next = std::clamp<int64_t>(t.ic1 - ic - N, 0, N);
 #if defined(KVQ_ATTN_LEVELS)
     if (p.kl) {
         const int       nb   = (int) p.kb;
@@ -559,7 +572,8 @@ void scores(const item & t, int64_t r0, int64_t r1, int64_t ic, int n) {
         for (int i = 0; i < n; i += KVQ_LEVELS_POSITIONS) {
             each_rows(r0, r1, [&](int64_t r, auto n_rows) {
                 const int64_t done = i*(r1 - r0) + KVQ_LEVELS_POSITIONS*(r - r0);
-                prefetch_part(next, p.k->nb[1], p.k_bytes, n_next, done, done + KVQ_LEVELS_POSITIONS*n_rows.value, N*(r1 - r0));
+                const int64_t all  = N*(r1 - r0);
+                prefetch(ahead.k, p.k->nb[1], p.k_bytes, ahead.n*done/all, ahead.n*(done + KVQ_LEVELS_POSITIONS*n_rows.value)/all);
                 const int8_t  * hi   = t.at<int8_t>(p.q_hi) + r*p.dk;
                 const int8_t  * lo   = t.at<int8_t>(p.q_lo) + r*p.dk;
                 const int32_t * base = t.at<int32_t>(p.q_base) + r*p.kb;
@@ -575,7 +589,7 @@ void scores(const item & t, int64_t r0, int64_t r1, int64_t ic, int n) {
     }
 #endif
     each_rows(r0, r1, [&](int64_t r, auto n_rows) {
-        prefetch_part(next, p.k->nb[1], p.k_bytes, n_next, r - r0, r - r0 + n_rows.value, r1 - r0);
+        prefetch(ahead.k, p.k->nb[1], p.k_bytes, ahead.n*(r - r0)/(r1 - r0), ahead.n*(r - r0 + n_rows.value)/(r1 - r0));
         const float * q = t.at<float>(p.q_f32) + r*p.dkp;
         const float * k = t.at<float>(p.k_tile);
         if (p.rows <= ROWS_ALONE) {
@@ -684,7 +698,7 @@ bool softmax(const item & t, int64_t r, int64_t ic, int n, bool plain, bool leve
         }
         const float w   = kvq_vf_top(kvq_vf_max(most[0], most[1]));
         const float inv = KVQ_LEVELS_MAX/w;
-        if (!(inv < 1e37f)) { // weights that add less than 1e-30 to anything, or none
+        if (!(inv < 1e37f) || *sum != *sum) { // weights that add less than 1e-30 to anything, or none; or the sum decides alone
             t.at<float>(p.unit)[r] = 0.0f;
             std::fill(s, s + N, 0.0f);
             return false;
@@ -774,13 +788,12 @@ void accumulate_slowly(const item & t, int64_t r0, int64_t r1, int64_t ic, int n
 void rows_of_tile(const item & t, int64_t iq0, int64_t iq1, int64_t ic, int n, const mask_kind * masks, bool finite) {
     const int64_t r0 = iq0*t.p.group;
     const int64_t r1 = iq1*t.p.group;
-    scores(t, r0, r1, ic, n);
-    const char *  next   = v_rows(t, ic + N);
-    const int64_t n_next = std::clamp<int64_t>(t.ic1 - ic - N, 0, N);
+    const rows_ahead ahead = get_rows_ahead(t, ic);
+    scores(t, r0, r1, n, ahead);
     bool any = false;
     for (int64_t iq = iq0; iq < iq1; iq++) {
         for (int64_t r = iq*t.p.group; r < (iq + 1)*t.p.group; r++) {
-            prefetch_part(next, t.p.v->nb[1], t.p.v_bytes, n_next, r - r0, r - r0 + 1, r1 - r0);
+            prefetch(ahead.v, t.p.v->nb[1], t.p.v_bytes, ahead.n*(r - r0)/(r1 - r0), ahead.n*(r - r0 + 1)/(r1 - r0));
             any = softmax(t, r, ic, n, masks[iq] == MASK_NONE, t.p.vl && finite) || any;
         }
     }
@@ -809,16 +822,24 @@ void write_row(const plan & p, const float * o, float max, float sum, int64_t i1
     }
 }
 
-void run_item(const plan & p, int64_t i, void * work, int ith, int nth) {
+item get_item(const plan & p, int64_t i, char * scratch) {
     // heads run fastest: they share what is in the last-level cache
     const int64_t i_group = i % p.n_groups; i /= p.n_groups;
     const int64_t i_chunk = i % p.n_chunks; i /= p.n_chunks;
     const int64_t i_tile  = i % p.n_tiles;  i /= p.n_tiles;
 
-    item t = { p, (char *) work + ith*p.thread_size, i, i_group*p.group, i_tile*p.tile_q, 0, 0, 0 };
+    item t = { p, scratch, i, i_group*p.group, i_tile*p.tile_q, 0, i_chunk*p.chunk, 0, nullptr };
     t.n_q = std::min(p.tile_q, p.n_q - t.i1);
-    t.ic0 = i_chunk*p.chunk;
     t.ic1 = std::min(t.ic0 + p.chunk, p.n_kv);
+    return t;
+}
+
+void run_item(const plan & p, int64_t i, void * work, int ith, int nth) {
+    item t = get_item(p, i, (char *) work + ith*p.thread_size);
+    const item next = get_item(p, std::min(i + nth, p.n_items - 1), t.base);
+    if (i + nth < p.n_items) {
+        t.next = &next;
+    }
 
     load_queries(t);
     for (int64_t h = 0; h < p.group; h++) {
@@ -860,7 +881,7 @@ void run_item(const plan & p, int64_t i, void * work, int ith, int nth) {
         if (p.n_chunks == 1) {
             write_row(p, o, t.at<float>(p.max)[r], t.at<float>(p.sum)[r], i1, head, t.i3);
         } else {
-            float * partial = partial_of(p, work, nth, t.i3, i1, head, i_chunk);
+            float * partial = partial_of(p, work, nth, t.i3, i1, head, t.ic0/p.chunk);
             partial[0] = t.at<float>(p.max)[r];
             partial[1] = t.at<float>(p.sum)[r];
             memcpy(partial + 2, o, p.dv*sizeof(float));
