@@ -30,6 +30,7 @@ SPEED_END = "<!-- end of speed -->"
 SPEED_BLOCK = re.compile(
     rf"^{re.escape(SPEED_BEGIN)}(?P<files>[^\n]*?)-->\n(?P<body>.*?)^{re.escape(SPEED_END)}$", re.M | re.S
 )
+SPEED_BRIEF = ("upstream F16", "upstream K8V4", "K8V4", "K4V4", "F16 fused")
 SPEED_FILE = "cpu-attention.jsonl"
 
 try:
@@ -112,18 +113,21 @@ def block(paths: Sequence[Path]) -> str:
     return f"{BEGIN} {names + ' ' if names else ''}-->\n{body}{END}"
 
 
-def speed_table(path: Path) -> str:
-    """Ratios of decoding and prefill over depth, a table a model, from a run of bench_cpu.py."""
+def speed_table(path: Path, brief: bool) -> str:
+    """Ratios of decoding and prefill over depth, from a run of bench_cpu.py.
+
+    brief: as README.md has it, of the first model and few configurations; else as docs/cpu.md has it, a table a model.
+    """
     from kvsplit import depth, results
 
     rows = list(results.read(path))
     out: List[str] = []
-    for a in depth.analyse(rows):
+    for a in depth.analyse(rows)[: 1 if brief else None]:
         rounds = sorted({p.rounds for p in a.points})
         spans = "-".join(str(n) for n in dict.fromkeys((rounds[0], rounds[-1])))
         head = f"`{a.model}` on {a.cpu or 'an unnamed CPU'}, {a.n_threads} threads"
         for decode in (True, False):
-            points = [p for p in a.points if bool(p.n_gen) == decode]
+            points = [p for p in a.points if bool(p.n_gen) == decode and (not brief or p.config in SPEED_BRIEF)]
             if points:
                 n = points[0].n_gen or points[0].n_prompt
                 work = "decoding" if decode else f"prefill of {n} tokens"
@@ -138,7 +142,7 @@ def speed_table(path: Path) -> str:
         fits = ", ".join(
             f"{s.config} {s.bytes_per_s[0] / 1e9:.1f} GB/s ({100 * s.bytes_per_s[0] / a.copy:.0f} % of copying)"
             for s in a.slopes
-            if a.copy
+            if a.copy and (not brief or s.config in SPEED_BRIEF)
         )
         if fits:
             out.append(f"- Packed cache that attention reads, from the slope of decode time over depth: {fits}.")
@@ -146,14 +150,15 @@ def speed_table(path: Path) -> str:
             out.append(f"- {depth.bandwidth_text(a)}")
         out.append("")
     first = rows[0].provenance
-    out.append(f"Raw samples and provenance: [`{path.name}`](results/{path.name}), by `{first.command}`.")
+    folder = "results" if brief else "../results"
+    out.append(f"Raw samples and provenance: [`{path.name}`]({folder}/{path.name}), by `{first.command}`.")
     return "\n".join(out) + "\n"
 
 
-def speed_block(paths: Sequence[Path]) -> str:
-    """All that stands in README.md from one marker of the speed to the other."""
+def speed_block(paths: Sequence[Path], brief: bool = True) -> str:
+    """All that stands in README.md, or in docs/cpu.md if not brief, from one marker of the speed to the other."""
     names = " ".join(p.name for p in paths)
-    body = "\n".join(speed_table(p) for p in paths) if paths else NONE
+    body = "\n".join(speed_table(p, brief) for p in paths) if paths else NONE
     return f"{SPEED_BEGIN} {names + ' ' if names else ''}-->\n{body}{SPEED_END}"
 
 
@@ -213,16 +218,21 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         speed = choose_speed(args.root, old, speed)
         new = BLOCK.sub(lambda _: block(files), old, count=1)
         new = SPEED_BLOCK.sub(lambda _: speed_block(speed), new, count=1)
+        page = args.root / "docs" / "cpu.md"
+        page_old = page.read_text(encoding="utf-8") if page.is_file() else ""
+        page_new = SPEED_BLOCK.sub(lambda _: speed_block(speed, brief=False), page_old, count=1)
     except (OSError, ValueError, IndexError) as e:
         print(f"readme_table.py: error: {e}", file=sys.stderr)
         return 2
-    if new == old:
-        print("README.md and the results agree", file=sys.stderr)
+    if (new, page_new) == (old, page_old):
+        print("README.md, docs/cpu.md and the results agree", file=sys.stderr)
         return 0
     if args.check:
-        print("README.md and the results differ: run scripts/readme_table.py", file=sys.stderr)
+        print("README.md or docs/cpu.md and the results differ: run scripts/readme_table.py", file=sys.stderr)
         return 1
     path.write_text(new, encoding="utf-8")
+    if page_new != page_old:
+        page.write_text(page_new, encoding="utf-8")
     written = [f.name for f in (*files, *(speed if SPEED_BLOCK.search(old) else ()))]
     print(f"wrote the tables of {', '.join(written) or 'no run'} into README.md", file=sys.stderr)
     return 0

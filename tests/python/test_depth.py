@@ -375,6 +375,8 @@ def test_readme_has_the_speed_that_was_recorded(repo: Path, script: ModuleType) 
     files = script.choose_speed(repo, readme)
     assert found and found.group(0) == script.speed_block(files), "run scripts/readme_table.py"
     assert files or not (repo / "results" / script.SPEED_FILE).exists()
+    found = script.SPEED_BLOCK.search((repo / "docs" / "cpu.md").read_text(encoding="utf-8"))
+    assert found and found.group(0) == script.speed_block(files, brief=False), "run scripts/readme_table.py"
 
 
 def test_readme_follows_the_rows(repo: Path, script: ModuleType, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, List, Set
 import pytest
 
 DOCS = ("README.md", "CONTRIBUTING.md", "patches/README.md", *(f"docs/{n}.md" for n in (
-    "c", "configuration", "design", "memory", "python", "scope", "testing", "upgrading",
+    "c", "configuration", "cpu", "design", "memory", "metal", "numerics", "python", "scope", "testing", "upgrading",
 )))  # fmt: skip
 
 
