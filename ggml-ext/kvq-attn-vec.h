@@ -214,7 +214,11 @@ KVQ_INLINE void kvq_vf_transpose_16x16(const float * const src[16], float * dst,
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #define KVQ_ATTN_LEVELS_NEON
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define KVQ_ATTN_NAME "neon-i8mm"
+#else
 #define KVQ_ATTN_NAME "neon-dotprod"
+#endif
 #else
 #define KVQ_ATTN_NAME "neon"
 #endif

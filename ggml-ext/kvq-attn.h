@@ -9,7 +9,7 @@
 // Within an item the cache is read in tiles of KVQ_ATTN_N positions. A row of K or V is decoded once and then serves all
 // queries of the tile and all heads that share it. Two ways to compute with it:
 // - levels: bytes, multiplied with a query (or with weights) of 16 bits as two halves of 8 bits, by integer dot products.
-//   On AVX-512 with VNNI and VBMI, and on NEON with dotprod.
+//   On AVX-512 with VNNI and VBMI, and on NEON with dotprod (with i8mm by small matrix products).
 // - floats: rows in f32. Everywhere else, and for types that have no levels.
 // K and V choose apart from each other.
 
@@ -45,7 +45,8 @@ void kvq_attn_finish (const struct ggml_tensor * dst, void * work, int ith, int 
 // normal number below that; exp(-inf) = 0, NaN stays NaN. n: values.
 void kvq_attn_exp(const float * x, float * y, int64_t n);
 
-// the path that was compiled in: "generic", "avx2", "avx512", "avx512-vnni", "neon" or "neon-dotprod"
+// the path that was compiled in: "generic", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod" or
+// "neon-i8mm"
 const char * kvq_attn_name(void);
 
 #ifdef __cplusplus

@@ -561,7 +561,7 @@ static rounding rounding_of_path() {
     rounding r;
 #ifdef KVQ_ATTN_STANDALONE
     const std::string name = kvq_attn_name();
-    r.query = r.weights = name == "avx512-vnni" || name == "neon-dotprod";
+    r.query = r.weights = name == "avx512-vnni" || name == "neon-dotprod" || name == "neon-i8mm";
 #endif
     return r;
 }
