@@ -313,6 +313,7 @@ static void test_edges() {
 
 // Attention over rows that were stored with SET_ROWS, against double over the decoded rows: every pair of types.
 // A few queries, a tile of them and an incomplete one (64 + 6), and one over a cache that is split among threads (from 512).
+// tests/cpp/test-kvq-attn.cpp has all else about attention.
 static void test_attention(int64_t n_q, int64_t n_kv) {
     const int64_t d = 64, n_head = 4, n_head_kv = 2;
     const auto k = gauss(d*n_kv*n_head_kv);
@@ -370,24 +371,27 @@ static void test_attention(int64_t n_q, int64_t n_kv) {
                     }
                 }
             }
-            // Rounding that upstream's path has, as squared error relative to the output, whose squared size is a few tens of
-            // times smaller than that of a value, because attention averages over many rows:
-            // - upstream's quantized keys meet a query of 8 bits: (1/127)^2/12*(max/rms)^2, about 4e-5 of the scores' square
-            // - f16 and bf16 keys meet a query of their own width: 2^-22/3 and 2^-16/3 of it
-            // - f16 values are summed up in f16 outside of tiles: a rounding of 2^-22/3 of a partial sum's square for each row
-            // - else all is f32
-            const int kind_k = ggml_is_quantized(tk.type) && !kvq_get_format(tk.type) ? 0 :
-                               tk.type == GGML_TYPE_BF16 ? 1 : tk.type == GGML_TYPE_F16 ? 2 : 3;
-            const int kind_v = tv.type == GGML_TYPE_F16;
-            const double from_k[] = { 2e-4, 2e-5, 1e-6, 1e-11 };
+            // Squared error relative to the output. A change of a score by e changes its weight by a factor 1 + e; attention
+            // averages such errors as it averages values, so they come out as about e*e of the output's square.
+            // - With a quantized side it is our attention. A query of 16 bits is off by 1/sqrt(12) of a step of max/32512, and
+            //   max is about 3.5 times the rms: by 3.1e-5 relative to it, scores of variance 4 by 6e-5, 4e-9 as a square.
+            //   Weights are rounded in steps of 1/32512 of the largest of a tile, which is some ten times the rms of all:
+            //   (10/32512)^2/12, 8e-9. A factor of 4 for luck.
+            // - Floats take upstream's path. f16 and bf16 keys meet a query of their own width: 2^-22/3 and 2^-16/3 of the
+            //   scores' square; f16 values are summed up in f16 outside of tiles: 2^-22/3 of a partial sum's square for each
+            //   row; else all is f32. The output's square is a few tens of times smaller than a value's.
+            const bool ours   = ggml_is_quantized(tk.type) || ggml_is_quantized(tv.type);
+            const int  kind_k = ours ? 0 : tk.type == GGML_TYPE_BF16 ? 1 : tk.type == GGML_TYPE_F16 ? 2 : 3;
+            const int  kind_v = !ours && tv.type == GGML_TYPE_F16;
+            const double from_k[] = { 5e-8, 2e-5, 1e-6, 1e-11 };
             const double from_v[] = { 0.0, 1e-7*n_kv };
             const double limit = from_k[kind_k] + from_v[kind_v];
             worst[kind_k][kind_v] = std::max(worst[kind_k][kind_v], err/sum);
             CHECK(err/sum <= limit, "K %s, V %s: error %g", ggml_type_name(tk.type), ggml_type_name(tv.type), err/sum);
         }
     }
-    printf("attention, %d queries, %d rows, worst squared error: keys of upstream's quantized types %.1e (values f16 %.1e), bf16 %.1e (%.1e), f16 %.1e (%.1e), f32 and ours %.1e (%.1e)\n",
-        int(n_q), int(n_kv), worst[0][0], worst[0][1], worst[1][0], worst[1][1], worst[2][0], worst[2][1], worst[3][0], worst[3][1]);
+    printf("attention, %d queries, %d rows, worst squared error: with a quantized side %.1e; floats, keys bf16 %.1e (values f16 %.1e), f16 %.1e (%.1e), f32 %.1e (%.1e)\n",
+        int(n_q), int(n_kv), worst[0][0], worst[1][0], worst[1][1], worst[2][0], worst[2][1], worst[3][0], worst[3][1]);
 }
 
 // Ids between upstream's types and ours, and outside of all.
