@@ -512,10 +512,12 @@ def test_errors_are_one_line(
 
 
 @pytest.mark.native
+@pytest.mark.slow
 def test_the_unpatched_release_is_known(synth_model: Callable[..., Path]) -> None:
     folder = os.environ.get("KVSPLIT_UPSTREAM_DIR") or str(Path(__file__).parents[2] / "build-upstream")
     if not (Path(folder) / "bin").is_dir():
-        pytest.skip("no unpatched build (make build-upstream)")
+        fail = os.environ.get("KVSPLIT_REQUIRE", "") not in ("", "0")
+        (pytest.fail if fail else pytest.skip)("no unpatched build: `make build-upstream` makes one")
     o = Options(upstream=Path(folder), models=(str(synth_model()),), rounds=1, n_gen=1, depths=(8,), prefill_depths=())
     rows = depth.run(replace(o, configs=(CONFIGS["upstream-f16"], CONFIGS["upstream-k8v4"])))
     assert [(r.config, r.provenance.unpatched) for r in rows[:2]] == [("upstream F16", True), ("upstream K8V4", True)]
