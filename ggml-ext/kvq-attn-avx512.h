@@ -7,7 +7,7 @@
 // - K: lanes are 16 positions, the four bytes of a lane are 4 values of the head. A query's 4 values are broadcast, and
 //   16 scores come out, without a sum across lanes.
 // - V: lanes are 16 values of the head, the four bytes are 4 positions. The weights of 4 positions are broadcast.
-// Both layouts are reached before decoding, with packed planes: a fifth of the shuffles that decoded rows would need.
+// Both layouts are reached before decoding, with packed planes: for 4 bits, half the bytes that levels would be to shuffle.
 // Then decoding is elementwise, 64 values at a time.
 //
 // A tile of K:  [16 positions][block of 32 values][8][64 bytes], scales [block][position].
