@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import os
 import struct
@@ -357,16 +356,6 @@ def test_figure_is_drawn(tmp_path: Path) -> None:
 
 
 # ---- README.md
-
-
-@pytest.fixture(scope="module")
-def script(repo: Path) -> ModuleType:
-    """scripts/readme_table.py as a module."""
-    spec = importlib.util.spec_from_file_location("readme_table", repo / "scripts" / "readme_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_readme_has_the_speed_that_was_recorded(repo: Path, script: ModuleType) -> None:

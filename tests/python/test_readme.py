@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -19,16 +18,6 @@ import pytest
 DOCS = ("README.md", "CONTRIBUTING.md", "patches/README.md", *(f"docs/{n}.md" for n in (
     "c", "configuration", "cpu", "design", "memory", "metal", "numerics", "python", "scope", "testing", "upgrading",
 )))  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def script(repo: Path) -> ModuleType:
-    """scripts/readme_table.py as a module."""
-    spec = importlib.util.spec_from_file_location("readme_table", repo / "scripts" / "readme_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _rows(decode: Dict[str, float]) -> List[Dict[str, Any]]:
