@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -21,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvsplit
-from kvsplit import _lock, models, native, tools
+from kvsplit import _lock, models, native, runs, tools
 from kvsplit.errors import KVSplitError, NativeError, UsageError
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
@@ -40,7 +38,7 @@ _UsageError, _ClickException = (c for c in typer.BadParameter.__mro__ if c.__nam
 models_app = typer.Typer(help="Small models that a package index carries.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 
-# What follows `--` on the command line of `run`; set by main().
+# What follows `--` on the command line of `run` and `capture`; set by main().
 _passed_on: List[str] = []
 
 _KVQ_HELP = "PRESET of both sides: k8v4, k4v8, ..., or 8 (= k8v4), 4 (= k4v4), 16 (= f16)."
@@ -226,7 +224,7 @@ def compare(
     configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
     with _Steps() as steps:
-        res = cmp.run(path, opts, command=cmp.command_line(), step=steps.step, partial=_partial)
+        res = cmp.run(path, opts, command=runs.command_line(), step=steps.step, partial=_partial)
     if as_json:
         _json(res.to_json())
         return
@@ -513,17 +511,6 @@ def _usage(e: Any) -> int:
     return _fail(f"{e.format_message().rstrip('.')}{hint}", int(e.exit_code))
 
 
-class _Terminated(BaseException):
-    """SIGTERM: tools that run are ended and temporary files removed, as after Ctrl-C.
-
-    No KeyboardInterrupt, of which typer makes an exit with 130.
-    """
-
-
-def _on_sigterm(signum: int, frame: object) -> None:
-    raise _Terminated
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line and return its exit code; errors become one line on stderr.
 
@@ -534,20 +521,23 @@ def main(argv: Optional[List[str]] = None) -> int:
             stream.reconfigure(errors="replace")
     args = list(sys.argv[1:] if argv is None else argv)
     _passed_on.clear()
-    if args and args[0] == "run" and "--" in args:
+    if args and args[0] in ("run", "capture") and "--" in args:
         at = args.index("--")
         _passed_on.extend(args[at + 1 :])
         args = args[:at]
+    with runs.terminable():
+        return _run(args)
+
+
+def _run(args: List[str]) -> int:
     debug = os.environ.get("KVSPLIT_DEBUG", "") not in ("", "0")
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _on_sigterm) if in_main else None
     try:
         res = app(args=args or ["--help"], prog_name="kvsplit", standalone_mode=False)
         code = res if isinstance(res, int) else 0
         return code if args else 2
     except typer.Exit as e:
         return int(e.exit_code)
-    except _Terminated:
+    except runs.Terminated:
         return _fail("terminated", 143)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
@@ -556,18 +546,13 @@ def main(argv: Optional[List[str]] = None) -> int:
             raise
         return _fail(str(e), e.exit_code)
     except BrokenPipeError:
-        # whoever read our output has gone; keep Python from complaining when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return runs.reader_has_gone()
     except Exception as e:
         if isinstance(e, _ClickException):
             return _usage(e)
         if debug:
             raise
         return _fail(f"{type(e).__name__}: {e} (KVSPLIT_DEBUG=1 shows where)", 1)
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
-import platform
-import secrets
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import kvsplit
-from kvsplit import _lock, bench, native, plots, probe, quality, results
+from kvsplit import native, plots, probe, quality, results, runs, speed
 from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UnsupportedModelError, UsageError
 from kvsplit.gguf_meta import GGUFInfo, check_model
 from kvsplit.memory import ModelShape, _shape, kv_memory
 from kvsplit.models import can_write, sha256_file
 from kvsplit.policy import KVQuant
-from kvsplit.results import Provenance, Row, Summary
+from kvsplit.results import Row, Summary
 
 DEFAULT_CONFIGS = ("F16", "K8V8", "K8V4", "K4V8", "K4V4")
 
@@ -112,14 +107,6 @@ def parse_configs(texts: Sequence[str]) -> Tuple[KVQuant, ...]:
     return tuple(out)
 
 
-def _run_id() -> str:
-    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -132,13 +119,13 @@ def _folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _kept(out: Path, run_id: str, partial: Callable[[Path], None]) -> Iterator[results.Writer]:
+def _kept(out: Path, run_id: str, partial: Callable[[Path], None]) -> Iterator[results.Journal]:
     """The JSONL of a run. When the run fails, rows stay and ``partial`` is told where; nothing empty stays."""
     made = [p for p in (out, *out.parents) if not p.exists()]
     _folder(out)
     path = out / f"{run_id}-compare.jsonl"
     try:
-        with results.Writer(path) as writer:
+        with results.Journal(path) as writer:
             yield writer
     except BaseException:
         if path.is_file() and path.stat().st_size:
@@ -151,12 +138,12 @@ def _kept(out: Path, run_id: str, partial: Callable[[Path], None]) -> Iterator[r
         raise
 
 
-def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, bench.BenchPlan, quality.QualityPlan]:
+def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, speed.SpeedPlan, quality.QualityPlan]:
     trained = int(info.get("context_length", 0)) or 8192
     n_ctx = o.n_ctx or min(8192, trained)
     n_prompt, n_gen, depth = (128, 16, 256) if o.quick else (512, 64, 2048)
     depth = max(0, min(depth, trained - n_prompt - n_gen))
-    speed = bench.BenchPlan(n_prompt, n_gen, depth, o.rounds or (3 if o.quick else 5), o.n_threads)
+    speeds = speed.SpeedPlan(n_prompt, n_gen, depth, o.rounds or (3 if o.quick else 5), o.n_threads)
 
     ppl_ctx, chunks = o.ppl_ctx, o.chunks or (3 if o.quick else 8)
     if ppl_ctx is None:
@@ -166,7 +153,7 @@ def _plans(o: Options, info: GGUFInfo, text: quality.Text) -> Tuple[int, bench.B
             ppl_ctx //= 2
     plan = quality.QualityPlan(ppl_ctx, chunks, o.n_threads)
     quality.check(plan, text)
-    return n_ctx, speed, plan
+    return n_ctx, speeds, plan
 
 
 def _expected(shape: Optional[ModelShape], quant: KVQuant, n_ctx: int) -> Optional[int]:
@@ -210,7 +197,7 @@ def run(
     out = options.out
     if not can_write(out):
         raise CacheFolderError(f"--out: {out} can't be written; give a folder that can")
-    run_id = _run_id()
+    run_id = runs.new_id()
 
     with quality.text_file(options.text) as text:
         n_ctx, speed_plan, ppl_plan = _plans(options, info, text)
@@ -224,18 +211,7 @@ def run(
             step(what, at, total)
 
         tell("sha256 of the model")
-        prov = Provenance(
-            run_id=run_id,
-            kvsplit_version=kvsplit.__version__,
-            lock=f"{_lock.NAME} {lib.build.version}",
-            source_sha256=lib.build.source_sha256,
-            patches_sha256=lib.build.patches_sha256,
-            command=" ".join(command),
-            model_filename=model.name,
-            model_sha256=sha256_file(model),
-            python=platform.python_version(),
-            platform=platform.platform(),
-        )
+        prov = runs.provenance(lib, run_id, model, sha256_file(model), command)
         res = Comparison(
             run_id,
             model.name,
@@ -261,7 +237,7 @@ def run(
             res.files.append(writer.path)
 
             def keep(row: Row) -> None:
-                row.test_time = _now()
+                row.test_time = runs.now()
                 writer.write(row)
                 res.rows.append(row)
 
@@ -282,7 +258,7 @@ def run(
             memory_rows = [_memory_row(row, q, caches[q], n_ctx, _expected(shape, q, n_ctx)) for q in options.configs]
             res.notes += _memory_notes(memory_rows, caches, options.configs)
 
-            speeds = bench.run(model, options.configs, speed_plan, step=tell)
+            speeds = speed.run(model, options.configs, speed_plan, step=tell)
             if speeds:
                 first = speeds[0].info
                 prov.cpu_info, prov.gpu_info = str(first["cpu_info"]), str(first.get("gpu_info", ""))
@@ -361,7 +337,7 @@ def _memory_notes(rows: Sequence[Row], caches: Dict[KVQuant, Dict[str, Any]], co
     return notes
 
 
-def _speed_row(row: Callable[..., Row], s: bench.Speed) -> Row:
+def _speed_row(row: Callable[..., Row], s: speed.Speed) -> Row:
     import statistics
 
     info = s.info
@@ -416,17 +392,3 @@ def _quality_row(
         top1_se=x.top1_se,
         kld_floor=floor,
     )
-
-
-def command_line() -> List[str]:
-    """This process's command line as results record it: of absolute paths the names alone.
-
-    Results are published; where a user keeps files is nobody's business, and hashes say which files they were.
-    """
-
-    def name(arg: str) -> str:
-        flag, eq, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
-        return f"{flag}{eq}{Path(value).name}" if os.path.isabs(value) else arg
-
-    program = Path(sys.argv[0]).name
-    return ["kvsplit" if program == "__main__.py" else program, *map(name, sys.argv[1:])]

@@ -29,7 +29,6 @@ import math
 import os
 import platform
 import random
-import signal
 import statistics
 import struct
 import subprocess
@@ -44,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 import psutil
 
 import kvsplit
-from kvsplit import _lock, compare, models, native, plots, quality, tools
+from kvsplit import _lock, models, native, plots, quality, runs, tools
 from kvsplit.cache_types import BY_NAME, CACHE_TYPES
 from kvsplit.errors import (
     CacheFolderError,
@@ -58,8 +57,7 @@ from kvsplit.errors import (
 from kvsplit.memory import ModelShape, kv_memory
 from kvsplit.models import sha256_file
 from kvsplit.policy import KVQuant
-from kvsplit.results import Provenance, Row
-from kvsplit.sweep import Journal, _on_sigterm, _Progress, _Terminated, read_rows
+from kvsplit.results import Journal, Provenance, Row, read_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -1048,7 +1046,7 @@ class _Run:
 
     def command(self) -> str:
         """The command line for the record, without folders of this machine."""
-        text = " ".join(compare.command_line())
+        text = " ".join(runs.command_line())
         for c in self.options.configs:
             if os.path.isabs(c.build):
                 text = text.replace(c.build, Path(c.build).name)
@@ -1097,7 +1095,7 @@ class _Run:
             type_k=c.quant.key,  # the worker refuses a context that stores anything else
             type_v=c.quant.val,
             provenance=self.provenance(c),
-            test_time=compare._now(),
+            test_time=runs.now(),
             kv_bytes_expected=memory.total_bytes,
             bits_per_value=memory.bits_per_value,
             n_prompt=g.n_prompt,
@@ -1129,7 +1127,7 @@ class _Run:
             type_k="",
             type_v="",
             provenance=like.provenance,
-            test_time=compare._now(),
+            test_time=runs.now(),
             n_threads=self.options.n_threads,
             read_bytes_per_s=read,
             copy_bytes_per_s=copy,
@@ -1213,7 +1211,7 @@ def run(
     out: List[Row] = []
     for c in options.configs:
         options.folder(c)
-    run_id = compare._run_id()
+    run_id = runs.new_id()
     machine = Bandwidth(options.n_threads)
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(Journal(options.out)) if options.out is not None else None
@@ -1688,7 +1686,7 @@ def _main(args: argparse.Namespace, root: Path) -> int:
         if args.dry_run:
             sys.stdout.write(dry_run(o))
             return 0
-        with _Progress() as progress:
+        with runs.Progress() as progress:
             rows = run(o, step=progress.step, say=progress.say)
     analyses = analyse(rows, args.base)
     if args.out is not None:
@@ -1711,29 +1709,8 @@ def main(argv: Optional[Sequence[str]] = None, root: Optional[Path] = None) -> i
     """
     root = root or Path.cwd()
     args = _parser(root).parse_args(argv)
-
-    def fail(message: str, code: int) -> int:
-        print(f"bench_cpu.py: error: {message}", file=sys.stderr)
-        return code
-
     kept = "nothing was kept" if args.out is None else f"what was measured is in {args.out}"
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _on_sigterm) if in_main else None
-    try:
-        return _main(args, root)
-    except _Terminated:
-        return fail(f"terminated; {kept}", 143)
-    except KeyboardInterrupt:
-        return fail(f"interrupted; {kept}", 130)
-    except KVSplitError as e:
-        return fail(str(e), e.exit_code)
-    except BrokenPipeError:
-        # whoever read our output has gone; keep Python from complaining when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+    return runs.script("bench_cpu.py", lambda: _main(args, root), kept)
 
 
 if __name__ == "__main__":

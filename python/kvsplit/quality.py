@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence
 
 from kvsplit import tools
-from kvsplit.bench import kvq_args
 from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError
 from kvsplit.gguf_meta import GGUFInfo
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
+from kvsplit.speed import kvq_args
 
 # llama-perplexity prints no statistics for fewer tokens
 _MIN_TOKENS = 100

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The one schema of measured results, and its append-only file.
 
-A row is one measurement (memory, speed or quality) of one configuration. Fields that llama-bench has keep
-its names; the rest says what was asked, what ran, and where it came from.
+A row is one measurement of one configuration, of the kind that :data:`KINDS` names. Fields that llama-bench has
+keep its names; the rest says what was asked, what ran, and where it came from.
 """
 
 from __future__ import annotations
@@ -13,14 +13,31 @@ import itertools
 import json
 import math
 import os
+import statistics
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union, get_type_hints
 
-from kvsplit.errors import CacheFolderError, ResultError
+from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 SCHEMA = 1
-KINDS = ("memory", "speed", "quality", "bandwidth")
+
+#: Kinds of rows, each with the fields that it can't do without.
+KINDS: Dict[str, Tuple[str, ...]] = {
+    "memory": ("n_ctx", "kv_bytes", "kv_bytes_f16", "saving", "bits_per_value"),
+    "speed": ("n_prompt", "n_gen", "n_depth", "n_threads", "samples_ts", "median_ts"),
+    "quality": ("text", "text_sha256", "ppl_ctx", "chunks", "ppl", "ppl_se"),
+    "retrieval": ("seq_len", "text_sha256", "needle_depths", "needle_found", "needle_trials"),
+    "continuation": ("seq_len", "text_sha256", "n_gen", "same_tokens"),
+    "layer": ("seq_len", "text_sha256", "layer", "k_nse", "v_nse", "logit_rmse", "output_nse"),
+    "bandwidth": ("n_threads", "read_bytes_per_s", "copy_bytes_per_s"),
+}
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Row:
     provenance: Provenance
     schema: int = SCHEMA
     test_time: str = ""
+    seq_len: Optional[int] = None  # tokens that the whole measurement stays within, as it was asked
     layer_types: Optional[List[List[Any]]] = None  # [layers, K, V] of each run of layers that are alike
 
     # memory
@@ -76,10 +94,12 @@ class Row:
     bits_per_value: Optional[float] = None
     swa_full: Optional[bool] = None
     layer_rotation: Optional[List[List[int]]] = None  # [layers, K, V], sizes of the Hadamard matrices, 0: none
+    compute_bytes: Optional[int] = None  # buffers for intermediate results, over all backends
     backend_prefill: Optional[str] = None
     backend_decode: Optional[str] = None
 
     # speed
+    round: Optional[int] = None  # of the rounds in which configurations take turns, from 0; None: all are in this row
     n_prompt: Optional[int] = None
     n_gen: Optional[int] = None
     n_depth: Optional[int] = None
@@ -122,8 +142,31 @@ class Row:
     top1_se: Optional[float] = None
     kld_floor: Optional[float] = None  # f16 against itself
     kld_chunks: Optional[List[float]] = None  # mean of each chunk
+    nll_chunks: Optional[List[float]] = None  # mean negative log-likelihood of each chunk, nats
+    ppl_change: Optional[float] = None  # PPL / PPL of f16 - 1, paired by chunk
+    ppl_change_se: Optional[float] = None
     finite: Optional[bool] = None  # False: attention gave NaN or infinity, and nothing else was measured
     seconds: Optional[float] = None  # that the measurement took
+
+    # retrieval: a sentence with a number is hidden in a text of seq_len tokens, and the number asked for at its end
+    needle_depths: Optional[List[float]] = None  # where, 0: at the start, 1: at the end
+    needle_found: Optional[List[int]] = None  # of each depth, how many numbers came back without a mistake
+    needle_trials: Optional[int] = None  # of each depth
+
+    # continuation: greedy decoding beside that of f16; n_gen tokens after each prompt
+    same_tokens: Optional[List[int]] = None  # of each prompt, tokens before the first that differs
+    gaps: Optional[List[Optional[float]]] = None  # there, by how much f16's logit of its token beats the other's
+
+    # layer: one layer's attention on what the cache stores, against f16; NSE is |error|^2 / |exact|^2
+    layer: Optional[int] = None  # as a slice of a SPEC counts
+    k_nse: Optional[float] = None  # of the stored keys
+    v_nse: Optional[float] = None
+    k_cos: Optional[float] = None  # mean cosine of a head's row with its exact one
+    v_cos: Optional[float] = None
+    logit_rmse: Optional[float] = None  # of the attention logits, relative to a constant shift of each query's
+    output_nse: Optional[float] = None  # of the attention's output
+    head_logit_rmse: Optional[List[float]] = None  # of each query head
+    head_output_nse: Optional[List[float]] = None
 
     def validate(self) -> None:
         """Check what can be checked.
@@ -135,14 +178,8 @@ class Row:
             raise ResultError(f"schema: {self.schema}, this version reads {SCHEMA}")
         if self.kind not in KINDS:
             raise ResultError(f"kind: {self.kind!r} is none of {', '.join(KINDS)}")
-        needed: Dict[str, Tuple[str, ...]] = {
-            "memory": ("n_ctx", "kv_bytes", "kv_bytes_f16", "saving", "bits_per_value"),
-            "speed": ("n_prompt", "n_gen", "n_depth", "n_threads", "samples_ts", "median_ts"),
-            "quality": ("text", "text_sha256", "ppl_ctx", "chunks", "ppl", "ppl_se"),
-            "bandwidth": ("n_threads", "read_bytes_per_s", "copy_bytes_per_s"),
-        }
         unmeasured = ("ppl", "ppl_se") if self.finite is False else ()
-        for name in needed[self.kind]:
+        for name in KINDS[self.kind]:
             if getattr(self, name) is None and name not in unmeasured:
                 raise ResultError(f"{name}: a {self.kind} row needs it")
         for f in dataclasses.fields(self):
@@ -196,34 +233,121 @@ def runs(pairs: Iterable[Sequence[Any]]) -> List[List[Any]]:
 PathLike = Union[str, "os.PathLike[str]"]
 
 
-class Writer:
-    """Appends rows to a JSONL file, each flushed at once: what was measured isn't lost with what follows."""
+def _lines(data: bytes, path: Path) -> Tuple[List[Row], int]:
+    """Rows, and how many bytes hold whole ones: a kill can only leave a last line without its end.
 
-    def __init__(self, path: PathLike) -> None:
-        self.path = Path(path)
+    Raises:
+        ResultError: a line that has an end is no row; names it.
+    """
+    rows: List[Row] = []
+    whole = 0
+    for i, line in enumerate(data.splitlines(keepends=True), 1):
+        complete = line.endswith(b"\n")
         try:
-            self._f = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            if line.strip():
+                rows.append(Row.from_json(json.loads(line)))
+        except (ValueError, AttributeError, TypeError) as e:
+            if not complete:
+                break
+            raise ResultError(f"{path}, line {i}: {e}") from None
+        whole += len(line)
+    return rows, whole
+
+
+def read_rows(path: Path) -> List[Row]:
+    """Rows of a file that a run may still be writing.
+
+    Raises:
+        UsageError: it can't be read.
+        ResultError: a line is no row.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"--out: {path} can't be read ({e.strerror or e})") from None
+    return _lines(data, path)[0]
+
+
+class Journal:
+    """The JSONL of a run: one writer, every row on the disk when :meth:`write` returns.
+
+    Attributes:
+        path: the file.
+        rows: what it holds.
+        cut: bytes of a half-written row that were removed when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open, lock, and remove what a killed writer left of its last row.
+
+        Raises:
+            CacheFolderError: it can't be written.
+            KVSplitError: another process writes to it.
+            ResultError: a line is no row; nothing is changed then.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._f = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as e:
-            raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from e
+            raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+        try:
+            self._lock()
+            self._f.seek(0)
+            data = self._f.read()
+            self.rows, whole = _lines(data, path)
+            self.cut = len(data) - whole
+            if self.cut:
+                self._f.truncate(whole)
+            if whole and not data[:whole].endswith(b"\n"):
+                self._append(b"\n")
+        except BaseException:
+            self._f.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            if sys.platform == "win32":
+                self._f.seek(1 << 40)  # far behind the data: a locked byte can't be read
+                msvcrt.locking(self._f.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.flock(self._f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise KVSplitError(
+                f"--out: another run writes to {self.path}; wait for it, or choose another file"
+            ) from None
+
+    def _append(self, data: bytes) -> None:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._f.write(rest) :]
+            os.fsync(self._f.fileno())
+        except OSError as e:
+            raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from None
 
     def write(self, row: Row) -> None:
         """Validate and append.
 
         Raises:
-            ResultError: names the configuration, the kind and the field.
+            ResultError: names the configuration and the field.
+            CacheFolderError: the disk is full, or the file can't be written.
         """
         try:
             row.validate()
         except ResultError as e:
             raise ResultError(f"{row.config}, {row.kind}: {e}") from None
-        self._f.write(json.dumps(row.to_json(), ensure_ascii=False) + "\n")
-        self._f.flush()
+        self._append((json.dumps(row.to_json(), ensure_ascii=False) + "\n").encode())
+        self.rows.append(row)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close and unlock; a file without a row goes."""
+        empty = os.fstat(self._f.fileno()).st_size == 0
+        if empty and sys.platform != "win32":  # Windows removes no open file
+            self.path.unlink(missing_ok=True)
         self._f.close()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -248,29 +372,44 @@ def read(path: PathLike) -> Iterator[Row]:
 
 @dataclass
 class Summary:
-    """All that was measured of one configuration: a line of the table, the CSV and the chart."""
+    """All that was measured of one configuration of one model at one length: a line of a table, the CSV and charts.
+
+    ``seq_len`` is None for rows of :mod:`kvsplit.compare`, whose kinds have lengths of their own.
+    """
 
     config: str
     kvq_key: str
     kvq_val: str
     type_k: str
     type_v: str
+    model: str = ""
+    seq_len: Optional[int] = None
     bits_per_value: Optional[float] = None
     n_ctx: Optional[int] = None
     kv_bytes: Optional[int] = None
     saving: Optional[float] = None
+    compute_bytes: Optional[int] = None
+    peak_rss: Optional[int] = None
     decode_ts: Optional[float] = None
     decode_samples: List[float] = field(default_factory=list)
     prefill_ts: Optional[float] = None
     prefill_samples: List[float] = field(default_factory=list)
     n_depth: Optional[int] = None
-    peak_rss: Optional[int] = None
     ppl: Optional[float] = None
     ppl_se: Optional[float] = None
+    ppl_change: Optional[float] = None
+    ppl_change_se: Optional[float] = None
     kld: Optional[float] = None
     kld_se: Optional[float] = None
+    kld_median: Optional[float] = None
+    kld_p999: Optional[float] = None
     top1: Optional[float] = None
     kld_floor: Optional[float] = None
+    finite: Optional[bool] = None
+    needles_found: Optional[int] = None
+    needles: Optional[int] = None
+    same_tokens: List[int] = field(default_factory=list)
+    n_continued: Optional[int] = None
 
     @property
     def kv_mib(self) -> Optional[float]:
@@ -278,35 +417,52 @@ class Summary:
         return None if self.kv_bytes is None else self.kv_bytes / 2**20
 
 
+_MEMORY = ("bits_per_value", "n_ctx", "kv_bytes", "saving")
+_QUALITY = (
+    "ppl", "ppl_se", "ppl_change", "ppl_change_se", "kld", "kld_se", "kld_median", "kld_p999", "top1", "kld_floor",
+    "finite",
+)  # fmt: skip
+
+
 def summarize(rows: Iterable[Row]) -> List[Summary]:
-    """One line per configuration, in the order of first appearance."""
-    out: Dict[Tuple[str, str], Summary] = {}
+    """One line per model, length and configuration, in the order of first appearance.
+
+    A later row of the same measurement replaces an earlier one; rounds of a speed are put together.
+    """
+    out: Dict[Tuple[Any, ...], Summary] = {}
+    rounds: Dict[Tuple[int, bool], Dict[Optional[int], List[float]]] = {}
     for r in rows:
-        if r.kind == "bandwidth":  # of the machine, not of a configuration
+        if r.kind in ("bandwidth", "layer"):  # of the machine; of a layer
             continue
-        key = (r.kvq_key, r.kvq_val)
-        s = out.setdefault(key, Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v))
+        p = r.provenance
+        s = out.setdefault(
+            (p.model_sha256, r.seq_len, r.kvq_key, r.kvq_val),
+            Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v, p.model_filename, r.seq_len),
+        )
+        if r.kv_bytes is not None:
+            for name in _MEMORY:
+                setattr(s, name, getattr(r, name))
         if r.kind == "memory":
-            s.bits_per_value, s.n_ctx, s.kv_bytes, s.saving = r.bits_per_value, r.n_ctx, r.kv_bytes, r.saving
+            s.compute_bytes = r.compute_bytes
         elif r.kind == "speed":
-            s.n_depth = r.n_depth
-            if r.peak_rss is not None:
-                s.peak_rss = max(s.peak_rss or 0, r.peak_rss)
+            samples = rounds.setdefault((id(s), bool(r.n_gen)), {})
+            samples[r.round] = list(r.samples_ts or [])
+            together = [x for part in samples.values() for x in part]
             if r.n_gen:
-                s.decode_ts, s.decode_samples = r.median_ts, list(r.samples_ts or [])
+                s.n_depth, s.decode_samples, s.decode_ts = r.n_depth, together, statistics.median(together)
             else:
-                s.prefill_ts, s.prefill_samples = r.median_ts, list(r.samples_ts or [])
-        else:
-            if r.kv_bytes is not None:
-                s.bits_per_value, s.n_ctx, s.kv_bytes, s.saving = r.bits_per_value, r.n_ctx, r.kv_bytes, r.saving
-            s.ppl, s.ppl_se, s.kld, s.kld_se, s.top1, s.kld_floor = (
-                r.ppl,
-                r.ppl_se,
-                r.kld,
-                r.kld_se,
-                r.top1,
-                r.kld_floor,
-            )
+                s.prefill_samples, s.prefill_ts = together, statistics.median(together)
+                s.n_depth = r.n_depth if s.n_depth is None else s.n_depth
+        elif r.kind == "quality":
+            for name in _QUALITY:
+                setattr(s, name, getattr(r, name))
+        elif r.kind == "retrieval":
+            found = r.needle_found or []
+            s.needles_found, s.needles = sum(found), len(found) * (r.needle_trials or 0)
+        elif r.kind == "continuation":
+            s.same_tokens, s.n_continued = list(r.same_tokens or []), r.n_gen
+        if r.kind == "speed" and r.peak_rss is not None:
+            s.peak_rss = max(s.peak_rss or 0, r.peak_rss)
     return list(out.values())
 
 

@@ -27,26 +27,19 @@ Exit codes: 0 done, 1 failed (a configuration, or all), 2 wrong usage, 130 inter
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import re
-import signal
 import statistics
 import struct
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
-import kvsplit
-from kvsplit import _lock, compare, models, native, plots, probe, quality, results, tools
+from kvsplit import compare, models, native, plots, probe, quality, results, runs, tools
 from kvsplit.cache_types import BITS, BY_NAME
 from kvsplit.errors import (
-    CacheFolderError,
     KVSplitError,
     NotFiniteError,
     ResultError,
@@ -58,12 +51,7 @@ from kvsplit.gguf_meta import GGUFInfo, check_model
 from kvsplit.memory import ModelShape, _shape, kv_memory
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
-from kvsplit.results import Provenance, Row
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from kvsplit.results import Journal, Provenance, Row, read_rows
 
 #: Bits of the axes of the pairs.
 AXIS = (16, 8, 6, 5, 4, 3, 2)
@@ -134,130 +122,6 @@ def row_key(row: Row) -> Key:
         row.kvq_key,
         row.kvq_val,
     )
-
-
-# ---- the file
-
-
-def _lines(data: bytes, path: Path) -> Tuple[List[Row], int]:
-    """Rows, and how many bytes hold whole ones: a kill can only leave a last line without its end.
-
-    Raises:
-        ResultError: a line that has an end is no row; names it.
-    """
-    rows: List[Row] = []
-    whole = 0
-    for i, line in enumerate(data.splitlines(keepends=True), 1):
-        complete = line.endswith(b"\n")
-        try:
-            if line.strip():
-                rows.append(Row.from_json(json.loads(line)))
-        except (ValueError, AttributeError, TypeError) as e:
-            if not complete:
-                break
-            raise ResultError(f"{path}, line {i}: {e}") from None
-        whole += len(line)
-    return rows, whole
-
-
-def read_rows(path: Path) -> List[Row]:
-    """Rows of a file that a sweep may still be writing.
-
-    Raises:
-        UsageError: it can't be read.
-        ResultError: a line is no row.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise UsageError(f"--out: {path} can't be read ({e.strerror or e})") from None
-    return _lines(data, path)[0]
-
-
-class Journal:
-    """The JSONL of a sweep: one writer, every row on the disk when :meth:`write` returns.
-
-    Attributes:
-        path: the file.
-        rows: what it holds.
-        cut: bytes of a half-written row that were removed when it was opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open, lock, and remove what a killed writer left of its last row.
-
-        Raises:
-            CacheFolderError: it can't be written.
-            KVSplitError: another process writes to it.
-            ResultError: a line is no row; nothing is changed then.
-        """
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._f = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        except OSError as e:
-            raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
-        try:
-            self._lock()
-            self._f.seek(0)
-            data = self._f.read()
-            self.rows, whole = _lines(data, path)
-            self.cut = len(data) - whole
-            if self.cut:
-                self._f.truncate(whole)
-            if whole and not data[:whole].endswith(b"\n"):
-                self._append(b"\n")
-        except BaseException:
-            self._f.close()
-            raise
-
-    def _lock(self) -> None:
-        try:
-            if sys.platform == "win32":
-                self._f.seek(1 << 40)  # far behind the data: a locked byte can't be read
-                msvcrt.locking(self._f.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(self._f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise KVSplitError(
-                f"--out: another run writes to {self.path}; wait for it, or choose another file"
-            ) from None
-
-    def _append(self, data: bytes) -> None:
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._f.write(rest) :]
-            os.fsync(self._f.fileno())
-        except OSError as e:
-            raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from None
-
-    def write(self, row: Row) -> None:
-        """Validate and append.
-
-        Raises:
-            ResultError: names the configuration and the field.
-            CacheFolderError: the disk is full, or the file can't be written.
-        """
-        try:
-            row.validate()
-        except ResultError as e:
-            raise ResultError(f"{row.config}, {row.kind}: {e}") from None
-        self._append((json.dumps(row.to_json(), ensure_ascii=False) + "\n").encode())
-        self.rows.append(row)
-
-    def close(self) -> None:
-        """Close and unlock; a file without a row goes."""
-        empty = os.fstat(self._f.fileno()).st_size == 0
-        if empty and sys.platform != "win32":  # Windows removes no open file
-            self.path.unlink(missing_ok=True)
-        self._f.close()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 # ---- chunk by chunk
@@ -420,18 +284,6 @@ def _base_chunks(path: Path) -> int:
     return int(struct.unpack("<3i", head[8:])[2])
 
 
-def _devices(texts: Sequence[str]) -> Tuple[str, str, str]:
-    """``cpu_info``, ``gpu_info`` and ``backends`` of a row, from the library's ``NAME (DESCRIPTION)``."""
-    cpus: List[str] = []
-    gpus: List[str] = []
-    names: List[str] = []
-    for text in texts:
-        name, _, what = text.partition(" (")
-        names.append(name)
-        (cpus if name.startswith("CPU") else gpus).append(what[:-1])
-    return ", ".join(cpus), ", ".join(gpus), ",".join(names)
-
-
 def _row(job: Job, q: KVQuant, cache: Dict[str, Any], plan: quality.QualityPlan, prov: Provenance) -> Row:
     """A row with everything but the quality: what was asked, what the library stored, and its size."""
     layers = cache["layers"]
@@ -549,27 +401,12 @@ def run(
         step("sha256 of the models", 0, 0)
         todo = jobs(options, journal.rows, text, lib.build.patches_sha256)
         total = sum(len(job.todo) for job in todo)
-        run_id = compare._run_id()
-        cpu, gpu, backends = _devices(lib.devices())
+        run_id = runs.new_id()
         for job in todo:
             res.rows += job.done
             if not job.todo:
                 continue
-            prov = Provenance(
-                run_id=run_id,
-                kvsplit_version=kvsplit.__version__,
-                lock=f"{_lock.NAME} {lib.build.version}",
-                source_sha256=lib.build.source_sha256,
-                patches_sha256=lib.build.patches_sha256,
-                command=" ".join(command),
-                model_filename=job.model.name,
-                model_sha256=job.sha256,
-                python=platform.python_version(),
-                platform=platform.platform(),
-                cpu_info=cpu,
-                gpu_info=gpu,
-                backends=backends,
-            )
+            prov = runs.provenance(lib, run_id, job.model, job.sha256, command)
             at = res.new + len(res.failures)
             step(f"{job.model.name}: f16 base", at, total)
             with quality.base_file(job.model, job.info, text, options.plan) as base:
@@ -592,7 +429,7 @@ def run(
                     if q == F16:
                         job.floor = row.kld
                     row.kld_floor = job.floor
-                    row.test_time = compare._now()
+                    row.test_time = runs.now()
                     if row.kv_bytes_expected is not None and row.kv_bytes_expected != row.kv_bytes:
                         say(f"{q.text}: {row.kv_bytes} bytes were allocated, {row.kv_bytes_expected} were computed")
                     if not row.finite:
@@ -823,65 +660,6 @@ def report(rows: Iterable[Row], which: Sequence[str], figures: Optional[Path] = 
 # ---- the command
 
 
-class _Progress:
-    """A bar on stderr with the time that is left, if that is a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._began: Optional[Tuple[float, int]] = None
-
-    def __enter__(self) -> _Progress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._bar = Progress(
-                BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"),
-                TextColumn("{task.description}"), console=Console(stderr=True), transient=True,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("", total=None, left="")
-        return self
-
-    def step(self, what: str, i: int, n: int) -> None:
-        """Show what is being done; ``i`` of ``n`` configurations are finished."""
-        if self._bar is None:
-            return
-        self._bar.update(
-            self._task, description=what, completed=i, total=n or None, left=self._left(time.monotonic(), i, n)
-        )
-
-    def _left(self, now: float, i: int, n: int) -> str:
-        """Time that is left: the configurations of a sweep take about the same time each."""
-        if n and (self._began is None or i == self._began[1]):
-            self._began = (now, i)  # the base, which comes first, is not counted
-        if self._began is None or i <= self._began[1] or i == n:
-            return ""
-        began, first = self._began
-        minutes = (now - began) / (i - first) * (n - i) / 60
-        return f"{minutes / 60:.1f} h left" if minutes >= 90 else f"{math.ceil(minutes)} min left"
-
-    def say(self, message: str) -> None:
-        """A line on stderr, above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(message, markup=False, highlight=False)
-        else:
-            print(message, file=sys.stderr)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-class _Terminated(BaseException):
-    """SIGTERM: tools that run are ended and the base is removed, as after Ctrl-C."""
-
-
-def _on_sigterm(signum: int, frame: object) -> NoReturn:
-    raise _Terminated
-
-
 def _parser() -> argparse.ArgumentParser:
     def positive(text: str) -> int:
         n = int(text)
@@ -912,11 +690,6 @@ def _parser() -> argparse.ArgumentParser:
         "--report", action="store_true", help="print the tables of --out and draw its figure, measure nothing"
     )
     return p
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"sweep_pairs.py: error: {message}", file=sys.stderr)
-    return code
 
 
 def _show(rows: Sequence[Row], which: Sequence[str], out: Path) -> None:
@@ -950,8 +723,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(dry_run(o))
         return 0
-    with _Progress() as progress:
-        res = run(o, command=compare.command_line(), step=progress.step, say=progress.say)
+    with runs.Progress() as progress:
+        res = run(o, command=runs.command_line(), step=progress.step, say=progress.say)
     print(f"{res.new} measured, {len(res.rows) - res.new} were there, {len(res.failures)} failed", file=sys.stderr)
     _show(res.rows, which, args.out)
     return 1 if res.failures else 0
@@ -963,23 +736,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     args = _parser().parse_args(argv)
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _on_sigterm) if in_main else None
-    try:
-        return _main(args)
-    except _Terminated:
-        return _fail(f"terminated; what was measured is in {args.out}", 143)
-    except KeyboardInterrupt:
-        return _fail(f"interrupted; what was measured is in {args.out}", 130)
-    except KVSplitError as e:
-        return _fail(str(e), e.exit_code)
-    except BrokenPipeError:
-        # whoever read our output has gone; keep Python from complaining when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+    return runs.script("sweep_pairs.py", lambda: _main(args), f"what was measured is in {args.out}")
 
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ def test_rows_go_through_the_file(tmp_path: Path) -> None:
     row = _row("K8V4", 1024, [5.0], tokens_ns=[[1.0, 2.0]], busy_elsewhere=[0.01])
     row.provenance.unpatched = False
     rows = [row, _bandwidth(row)]
-    with results.Writer(tmp_path / "r.jsonl") as w:
+    with results.Journal(tmp_path / "r.jsonl") as w:
         for r in rows:
             w.write(r)
     assert list(results.read(tmp_path / "r.jsonl")) == rows

@@ -12,7 +12,7 @@ from typing import Any, List
 
 import pytest
 
-from kvsplit import bench, cli, compare, native, plots, quality, results
+from kvsplit import cli, compare, native, plots, quality, results, runs, speed
 from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, ToolError, UsageError
 from kvsplit.policy import KVQuant
 from kvsplit.results import Provenance, Row, Summary
@@ -112,7 +112,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_bench_lines_are_read() -> None:
-    rows = bench.parse((DATA / "llama_bench.jsonl").read_text(encoding="utf-8"))
+    rows = speed.parse((DATA / "llama_bench.jsonl").read_text(encoding="utf-8"))
     assert [(r["n_prompt"], r["n_gen"], r["n_depth"]) for r in rows] == [(64, 0, 32), (0, 8, 32)]
     assert rows[1]["samples_ts"] == [16.2857, 16.2507]
 
@@ -120,7 +120,7 @@ def test_bench_lines_are_read() -> None:
 @pytest.mark.parametrize("bad", ["", "| model | size |", '{"n_prompt": 1}', "[1]"])
 def test_other_bench_output_is_an_error(bad: str) -> None:
     with pytest.raises(ResultError):
-        bench.parse(bad)
+        speed.parse(bad)
 
 
 def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(args[args.index("--kvq-key") + 1])
         return type("R", (), {"stdout": lines, "peak_rss": len(asked)})()
 
-    monkeypatch.setattr(bench.tools, "run", fake)
+    monkeypatch.setattr(speed.tools, "run", fake)
     quants = [KVQuant.from_text(c) for c in ("F16", "K8V8", "K4V4")]
-    speeds = bench.run(Path("m.gguf"), quants, bench.BenchPlan(64, 8, 32, rounds=4))
+    speeds = speed.run(Path("m.gguf"), quants, speed.SpeedPlan(64, 8, 32, rounds=4))
     rounds = [asked[i : i + 3] for i in range(0, 12, 3)]
     assert all(sorted(r) == ["f16", "kvq4", "q8_0"] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
@@ -142,7 +142,7 @@ def test_configurations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bench_command_says_both_sides() -> None:
-    cmd = bench.command(Path("m"), KVQuant.parse(key="4,:2=8"), bench.BenchPlan(1, 2, 3, n_threads=7))
+    cmd = speed.command(Path("m"), KVQuant.parse(key="4,:2=8"), speed.SpeedPlan(1, 2, 3, n_threads=7))
     assert " ".join(cmd) == "-m m -o jsonl -r 1 -fa on --kvq-key kvq4,:2=q8_0 --kvq-val f16 -p 1 -n 2 -d 3 -t 7"
 
 
@@ -166,7 +166,7 @@ def test_rows_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     rows = [_memory(), _memory(config="K8V4 ±", layer_types=[[30, "q8_0", "kvq4"]])]
     for row in rows:  # each append opens the file anew and keeps what is there
-        with results.Writer(path) as w:
+        with results.Journal(path) as w:
             w.write(row)
     assert list(results.read(path)) == rows
     line = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
@@ -185,9 +185,9 @@ def test_rows_round_trip(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_are_not_valid(tmp_path: Path, change: Any, match: str) -> None:
-    with results.Writer(tmp_path / "r.jsonl") as w, pytest.raises(ResultError, match=f"^K8V4, .*: {match}"):
+    with results.Journal(tmp_path / "r.jsonl") as w, pytest.raises(ResultError, match=f"^K8V4, .*: {match}"):
         w.write(_memory(**change))
-    assert (tmp_path / "r.jsonl").read_text() == ""
+    assert not (tmp_path / "r.jsonl").exists()
 
 
 def test_lines_that_are_not_rows_are_named(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_the_recorded_command_has_no_folders_of_the_machine(monkeypatch: pytest.
     ]
     monkeypatch.setattr("sys.argv", argv)
     expected = ["kvsplit", "compare", "m.gguf", "--text=t.txt", "--out", "here/out", "-c", "4096"]
-    assert compare.command_line() == expected
+    assert runs.command_line() == expected
 
 
 # ---- a comparison that doesn't come to its end
@@ -320,12 +320,14 @@ def test_the_recorded_command_has_no_folders_of_the_machine(monkeypatch: pytest.
 def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> Any:
     """A comparison whose measurements are made up; each test breaks one of them."""
     build = native.Build("0.3.36", "0", "0")
-    monkeypatch.setattr(compare.native, "load", lambda: type("Lib", (), {"build": build})())
+    monkeypatch.setattr(
+        compare.native, "load", lambda: type("Lib", (), {"build": build, "devices": lambda self: ["CPU (made up)"]})()
+    )
     layer = {"type_k": "f16", "type_v": "f16", "rot_k": 0, "rot_v": 0, "backend_prefill": "CPU",
              "backend_decode": "CPU", "backend_expect": "CPU"}  # fmt: skip
     cache = {"bytes": 160, "bytes_f16": 160, "layers": [layer]}
     monkeypatch.setattr(compare.probe, "kv_cache", lambda *a: cache)
-    monkeypatch.setattr(compare.bench, "run", lambda *a, **k: [])
+    monkeypatch.setattr(compare.speed, "run", lambda *a, **k: [])
 
     @contextlib.contextmanager
     def base_file(*a: Any) -> Any:
@@ -372,7 +374,7 @@ def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ToolError("llama-bench ended")])
 def test_failure_without_rows_leaves_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     run, told, out, _ = staged
-    monkeypatch.setattr(compare.bench, "run", _breaks(error))
+    monkeypatch.setattr(compare.speed, "run", _breaks(error))
     with pytest.raises(type(error)):
         run()
     assert not out.exists() and not told

@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import pytest
 
 import kvsplit
-from kvsplit import native, plots, quality, results, sweep
+from kvsplit import native, plots, quality, results, runs, sweep
 from kvsplit.errors import CacheTypeError, KVSplitError, ResultError, UsageError
 from kvsplit.memory import kv_memory
 from kvsplit.policy import KVQuant
@@ -246,7 +246,7 @@ def test_a_row_that_a_kill_cut_is_measured_again(staged: Any, capsys: pytest.Cap
     stop = data.rfind("é".encode()) + 1 if at == "é" else last + at if at > 0 else len(data) + at
     assert stop > last
     out.write_bytes(data[:stop])
-    assert len(sweep.read_rows(out)) == (3 if at == -1 else 2)  # a report doesn't mind
+    assert len(results.read_rows(out)) == (3 if at == -1 else 2)  # a report doesn't mind
     assert out.read_bytes() == data[:stop]
     capsys.readouterr()
     assert run() == 0
@@ -274,7 +274,7 @@ def test_a_damaged_line_within_is_an_error_and_stays(staged: Any, capsys: pytest
 
 def test_two_writers_are_refused(staged: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run, ran, out = staged
-    with sweep.Journal(out):
+    with results.Journal(out):
         assert run() == 1
         assert "another run writes" in capsys.readouterr().err and ran() == []
         assert run("--dry-run") == 0  # reading is no matter
@@ -370,8 +370,8 @@ def test_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with sweep.Journal(path) as j:
-        monkeypatch.setattr(sweep.os, "fsync", full)
+    with results.Journal(path) as j:
+        monkeypatch.setattr(results.os, "fsync", full)
         with pytest.raises(KVSplitError, match="No space left"):
             j.write(_row("f16", "f16", [0.0]))
         assert j.rows == []
@@ -679,7 +679,7 @@ def test_short_numbers(value: float, text: str) -> None:
 
 
 def test_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = sweep._Progress()
+    p = runs.Progress()
     assert p._left(0.0, 0, 10) == "" and p._left(50.0, 0, 10) == ""
     assert p._left(170.0, 2, 10) == "8 min left"
     assert p._left(7250.0, 2, 10) == "8.0 h left"

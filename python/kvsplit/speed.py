@@ -23,7 +23,7 @@ _NEEDED = ("n_prompt", "n_gen", "n_depth", "n_threads", "samples_ns", "samples_t
 
 
 @dataclass(frozen=True)
-class BenchPlan:
+class SpeedPlan:
     """What to measure.
 
     Attributes:
@@ -89,7 +89,7 @@ def parse(stdout: str) -> List[Dict[str, Any]]:
     return rows
 
 
-def command(model: Path, quant: KVQuant, plan: BenchPlan, repetitions: int = 1) -> List[str]:
+def command(model: Path, quant: KVQuant, plan: SpeedPlan, repetitions: int = 1) -> List[str]:
     """Arguments of one llama-bench run."""
     args = ["-m", str(model), "-o", "jsonl", "-r", str(repetitions), "-fa", "on", *kvq_args(quant)]
     args += ["-p", str(plan.n_prompt), "-n", str(plan.n_gen), "-d", str(plan.n_depth)]
@@ -101,7 +101,7 @@ def command(model: Path, quant: KVQuant, plan: BenchPlan, repetitions: int = 1) 
 def run(
     model: Path,
     quants: Sequence[KVQuant],
-    plan: BenchPlan,
+    plan: SpeedPlan,
     *,
     step: Callable[[str], None] = lambda what: None,
 ) -> List[Speed]:
