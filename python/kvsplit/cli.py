@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import kvsplit
-from kvsplit import _lock, models, native, runs, tools
+from kvsplit import _lock, models, native, runs, terminal, tools
 from kvsplit.errors import KVSplitError, NativeError, UsageError
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
@@ -38,65 +35,6 @@ _UsageError, _ClickException = (c for c in typer.BadParameter.__mro__ if c.__nam
 models_app = typer.Typer(help="Small models that a package index carries.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 
-# What follows `--` on the command line of `run` and `capture`; set by main().
-_passed_on: List[str] = []
-
-_KVQ_HELP = "PRESET of both sides: k8v4, k4v8, ..., or 8 (= k8v4), 4 (= k4v4), 16 (= f16)."
-_KEY_HELP = "SPEC of the keys: bits or a type, then exceptions by layer, e.g. 4,:2=8."
-_VAL_HELP = "SPEC of the values."
-
-
-def _utf8(stream: Any) -> bool:
-    return (getattr(stream, "encoding", "") or "").lower().replace("-", "") == "utf8"
-
-
-def _pm() -> str:
-    return "±" if _utf8(sys.stdout) else "+-"
-
-
-def _console(stderr: bool = False) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    if stream.isatty():
-        return Console(stderr=stderr, highlight=False)
-    # nothing wraps in a pipe
-    return Console(stderr=stderr, highlight=False, width=160)
-
-
-def _table(*columns: Tuple[str, str], gap: int = 1) -> Table:
-    style = box.SIMPLE_HEAD if _utf8(sys.stdout) else box.ASCII2
-    t = Table(box=style, padding=(0, gap, 0, 0), pad_edge=False)
-    for name, justify in columns:
-        t.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    return t
-
-
-def _print(console: Console, table: Table) -> None:
-    """Print a table whole: where a terminal is too narrow it wraps the lines, and no figure is cut."""
-    wide = console.options.update(width=1000, max_width=1000)
-    console.width = max(console.width, console.measure(table, options=wide).maximum)
-    console.print(table)
-
-
-def _out(text: str) -> None:
-    typer.echo(text)
-
-
-def _json(data: Any) -> None:
-    _out(json.dumps(data, indent=2, ensure_ascii=not _utf8(sys.stdout)))
-
-
-def _stored(k: str, v: str) -> str:
-    return f"{k or '-'}/{v or '-'}"
-
-
-def _which_model(argument: Optional[str], option: Optional[str], default: Optional[str] = None) -> str:
-    if argument is not None and option is not None:
-        raise UsageError("--model: the model was given twice, as an argument and as an option")
-    name = argument or option or default
-    if name is None:
-        raise UsageError(f"no model was given: write the path of a GGUF file, or one of {', '.join(models.REGISTRY)}")
-    return name
-
 
 # ---- memory
 
@@ -105,9 +43,9 @@ def _which_model(argument: Optional[str], option: Optional[str], default: Option
 def memory(
     model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model."),
     model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The same as an option."),
-    kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
-    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
-    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
+    kvq: Optional[str] = typer.Option(None, "--kvq", help=terminal.KVQ_HELP),
+    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=terminal.KEY_HELP),
+    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=terminal.VAL_HELP),
     ctx: int = typer.Option(0, "--ctx", "-c", min=0, help="Tokens over all sequences; 0: what the model is made for."),
     np: int = typer.Option(1, "--np", "--parallel", min=1, help="Sequences."),
     unified: bool = typer.Option(False, "--kv-unified", help="Sequences share one buffer."),
@@ -120,7 +58,7 @@ def memory(
 
     Without a policy: a table of the usual ones. With one that differs by layer, or with --per-layer: one line a layer.
     """
-    path = models.resolve(_which_model(model, model_opt))
+    path = models.resolve(terminal.which_model(model, model_opt))
     shape = ModelShape.from_gguf(path)
     given = kvq is not None or kvq_key is not None or kvq_val is not None
     quants: List[Tuple[str, KVQuant]] = []
@@ -152,16 +90,16 @@ def memory(
         if not per_layer and not given:
             for d in data:
                 d.pop("layers")
-        _json({"model": str(path), "arch": shape.arch, "n_layer": len(shape.layers), "configs": data})
+        terminal.out_json({"model": str(path), "arch": shape.arch, "n_layer": len(shape.layers), "configs": data})
         return
 
     first = results[0][1]
     slide = sum(layer.swa for layer in shape.layers)
-    console = _console()
+    console = terminal.console()
     seqs = "" if np == 1 else f", {np} sequences{' in one buffer' if unified else f' of {first.n_ctx_seq}'}"
     parts = f"{len(shape.layers)} layers" + (f" ({slide} with a window of {shape.n_swa})" if slide else "")
     console.print(f"{shape.name or path.name} ({shape.arch}): {parts}, {first.n_ctx} tokens{seqs}", soft_wrap=True)
-    t = _table(
+    t = terminal.table(
         ("config", "left"), ("stored as", "left"), ("bits", "right"), ("K MiB", "right"), ("V MiB", "right"),
         ("KV MiB", "right"), ("saved", "right"),
     )  # fmt: skip
@@ -169,10 +107,11 @@ def memory(
         k = "+".join(dict.fromkeys(layer.type_k for layer in m.layers))
         v = "+".join(dict.fromkeys(layer.type_v for layer in m.layers))
         t.add_row(
-            "policy" if m.quant.per_layer and name == m.quant.label else name, _stored(k, v), f"{m.bits_per_value:.2f}",
+            "policy" if m.quant.per_layer and name == m.quant.label else name,
+            terminal.stored(k, v), f"{m.bits_per_value:.2f}",
             f"{m.bytes_k / 2**20:.2f}", f"{m.bytes_v / 2**20:.2f}", f"{m.mib:.2f}", f"{100 * m.saving:.1f} %",
         )  # fmt: skip
-    _print(console, t)
+    terminal.show(console, t)
     if per_layer or (given and results[0][1].quant.per_layer):
         for name, m in results:
             if len(results) > 1:
@@ -181,7 +120,7 @@ def memory(
 
 
 def _layer_table(console: Console, m: KVMemory) -> None:
-    t = _table(
+    t = terminal.table(
         ("layer", "right"), ("slice", "right"), ("cells", "right"), ("heads", "right"), ("K", "left"), ("V", "left"),
         ("K KiB", "right"), ("V KiB", "right"), ("", "left"),
     )  # fmt: skip
@@ -192,7 +131,7 @@ def _layer_table(console: Console, m: KVMemory) -> None:
             layer.type_k, layer.type_v or "-", f"{layer.bytes_k / 1024:.1f}", f"{layer.bytes_v / 1024:.1f}",
             "sliding window" if layer.swa else "",
         )  # fmt: skip
-    _print(console, t)
+    terminal.show(console, t)
 
 
 # ---- compare
@@ -220,13 +159,13 @@ def compare(
     """Measure configurations side by side: KV memory, speed, perplexity and KL divergence; table, files, chart."""
     from kvsplit import compare as cmp
 
-    path = models.resolve(_which_model(model, model_opt, "smollm2"))
+    path = models.resolve(terminal.which_model(model, model_opt, "smollm2"))
     configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
-    with _Steps() as steps:
-        res = cmp.run(path, opts, command=runs.command_line(), step=steps.step, partial=_partial)
+    with runs.Progress() as progress:
+        res = cmp.run(path, opts, command=runs.command_line(), step=progress.step, partial=_partial)
     if as_json:
-        _json(res.to_json())
+        terminal.out_json(res.to_json())
         return
     show(res)
 
@@ -235,64 +174,32 @@ def _partial(path: Path) -> None:
     typer.echo(f"what was measured until now stays in {path}", err=True)
 
 
-class _Steps:
-    """A bar on stderr, if that is a terminal."""
-
-    def __init__(self) -> None:
-        self._progress: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Steps:
-        if sys.stderr.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._progress = Progress(
-                BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
-                console=Console(stderr=True), transient=True,
-            )  # fmt: skip
-            self._progress.start()
-            self._task = self._progress.add_task("", total=None)
-        return self
-
-    def step(self, what: str, i: int, n: int) -> None:
-        """Show what is being done."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=what, completed=i - 1, total=n)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def _num(value: Optional[float], digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def show(res: Any) -> None:
     """Print a comparison as a table on stdout."""
-    console = _console()
+    console = terminal.console()
     plan = res.plan
-    t = _table(
+    pm = terminal.pm()
+    t = terminal.table(
         ("config", "left"), ("stored as", "left"), ("KV\nMiB", "right"), ("saved\n", "right"), ("decode\nt/s", "right"),
-        ("prefill\nt/s", "right"), (f"PPL\n{_pm()} SE", "right"), ("mean\nKLD", "right"), ("same\ntop", "right"),
+        ("prefill\nt/s", "right"), (f"PPL\n{pm} SE", "right"), ("mean\nKLD", "right"), ("same\ntop", "right"),
         gap=0,
     )  # fmt: skip
     for s in res.summaries:
         t.add_row(
             s.config,
-            _stored(s.type_k, s.type_v),
-            _num(s.kv_mib, 2),
+            terminal.stored(s.type_k, s.type_v),
+            terminal.num(s.kv_mib, 2),
             "-" if s.saving is None else f"{100 * s.saving:.1f} %",
-            _num(s.decode_ts, 1),
-            _num(s.prefill_ts, 1),
-            "-" if s.ppl is None else f"{s.ppl:.3f}{_pm()}{s.ppl_se:.3f}",
-            _num(s.kld, 5),
+            terminal.num(s.decode_ts, 1),
+            terminal.num(s.prefill_ts, 1),
+            "-" if s.ppl is None else f"{s.ppl:.3f}{terminal.pm()}{s.ppl_se:.3f}",
+            terminal.num(s.kld, 5),
             "-" if s.top1 is None else f"{100 * s.top1:.1f} %",
         )
     console.print(
         f"{res.model}: KV cache at {plan['n_ctx']} tokens, speed after {plan['n_depth']} tokens", soft_wrap=True
     )
-    _print(console, t)
+    terminal.show(console, t)
     floor = next((s.kld_floor for s in res.summaries if s.kld_floor is not None), None)
     tell = typer.echo
     tell(f"text: {res.text}, {plan['chunks']} chunks of {plan['ppl_ctx']} tokens", err=True)
@@ -314,9 +221,9 @@ def run(
     prompt: Optional[str] = typer.Argument(None, help="Prompt; without one a conversation begins."),
     model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The model as an option."),
     prompt_opt: Optional[str] = typer.Option(None, "--prompt", "-p", help="The prompt as an option."),
-    kvq: Optional[str] = typer.Option(None, "--kvq", help=_KVQ_HELP),
-    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=_KEY_HELP),
-    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=_VAL_HELP),
+    kvq: Optional[str] = typer.Option(None, "--kvq", help=terminal.KVQ_HELP),
+    kvq_key: Optional[str] = typer.Option(None, "--kvq-key", help=terminal.KEY_HELP),
+    kvq_val: Optional[str] = typer.Option(None, "--kvq-val", help=terminal.VAL_HELP),
     ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=1, help="Tokens of the context."),
     n_predict: int = typer.Option(
         128, "--n-predict", "-n", min=-1, help="Tokens to generate with a prompt; -1: no end."
@@ -329,7 +236,7 @@ def run(
     if prompt is not None and prompt_opt is not None:
         raise UsageError("--prompt: the prompt was given twice, as an argument and as an option")
     prompt = prompt if prompt_opt is None else prompt_opt
-    path = models.resolve(_which_model(model, model_opt))
+    path = models.resolve(terminal.which_model(model, model_opt))
     q = KVQuant.parse(kvq, key=kvq_key, val=kvq_val)
     try:
         shape = ModelShape.from_gguf(path)
@@ -351,7 +258,7 @@ def run(
         args += ["-cnv", "-st"] if chat else ["-no-cnv"]
     # warnings and the start line, no log around the text; `-- -lv 3` shows it
     os.environ.setdefault("LLAMA_ARG_LOG_VERBOSITY", "2")
-    code = tools.exec_tool("llama-completion", [*args, *_passed_on])
+    code = tools.exec_tool("llama-completion", [*args, *terminal.passed_on])
     if code:
         raise typer.Exit(code if code > 0 else 1)
 
@@ -364,13 +271,13 @@ def models_list(as_json: bool = typer.Option(False, "--json", help="JSON on stdo
     """Models that can be pulled, and those that are there."""
     rows = models.status()
     if as_json:
-        _json(rows)
+        terminal.out_json(rows)
         return
-    t = _table(("name", "left"), ("MB", "right"), ("licence", "left"), ("where", "left"))
+    t = terminal.table(("name", "left"), ("MB", "right"), ("licence", "left"), ("where", "left"))
     for r in rows:
         where = str(r["path"]) if r["pulled"] else "not pulled"
         t.add_row(str(r["name"]), f"{int(str(r['size'])) / 1e6:.0f}", str(r["licence"]), where)
-    _print(_console(), t)
+    terminal.show(terminal.console(), t)
 
 
 @models_app.command("pull")
@@ -383,13 +290,13 @@ def models_pull(
         model = models.lookup(name)
     except KVSplitError as e:
         raise UsageError(str(e)) from None
-    _out(str(models.pull(model, quiet=quiet)))
+    terminal.out(str(models.pull(model, quiet=quiet)))
 
 
 @models_app.command("path")
 def models_path(name: str = typer.Argument(..., help="Name of a model, or a file.")) -> None:
     """Print where a pulled model lies."""
-    _out(str(models.resolve(name)))
+    terminal.out(str(models.resolve(name)))
 
 
 # ---- doctor
@@ -451,7 +358,7 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")
     """Check the installation: versions, libraries, tools, devices, cache folder, models. Exit code 1 if broken."""
     info, problems = diagnose()
     if as_json:
-        _json(info)
+        terminal.out_json(info)
     else:
         rows: List[Tuple[str, str]] = [
             ("kvsplit", str(info["kvsplit"])),
@@ -473,17 +380,19 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")
             ("LLAMA_CPP_LIB_PATH", str(info["LLAMA_CPP_LIB_PATH"] or "not set")),
         ]
         for k, v in rows:
-            _out(f"{k:<20}{v}")
+            terminal.out(f"{k:<20}{v}")
         for p in problems:
             typer.echo(f"problem: {p}", err=True)
-        _out("everything is in place" if not problems else f"{len(problems)} problem{'s'[: len(problems) != 1]} found")
+        terminal.out(
+            "everything is in place" if not problems else f"{len(problems)} problem{'s'[: len(problems) != 1]} found"
+        )
     if problems:
         raise typer.Exit(1)
 
 
 def _version(value: bool) -> None:
     if value:
-        _out(f"kvsplit {kvsplit.__version__} ({_lock.NAME} {_lock.VERSION})")
+        terminal.out(f"kvsplit {kvsplit.__version__} ({_lock.NAME} {_lock.VERSION})")
         raise typer.Exit()
 
 
@@ -517,13 +426,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     ``KVSPLIT_DEBUG=1`` shows tracebacks.
     """
     for stream in (sys.stdout, sys.stderr):
-        if not _utf8(stream) and hasattr(stream, "reconfigure"):
+        if not terminal.utf8(stream) and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     args = list(sys.argv[1:] if argv is None else argv)
-    _passed_on.clear()
+    terminal.passed_on.clear()
     if args and args[0] in ("run", "capture") and "--" in args:
         at = args.index("--")
-        _passed_on.extend(args[at + 1 :])
+        terminal.passed_on.extend(args[at + 1 :])
         args = args[:at]
     with runs.terminable():
         return _run(args)
