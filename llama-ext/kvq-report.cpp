@@ -208,6 +208,15 @@ bool kvq_get_layer(const llama_context * ctx, int32_t i, kvq_layer * layer) {
     return true;
 }
 
+uint64_t kvq_compute_bytes(const llama_context * ctx) {
+    ggml_backend_sched_t sched = ctx->get_sched();
+    uint64_t res = 0;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        res += ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i));
+    }
+    return res;
+}
+
 // "0-3,7"
 static std::string ranges(const std::vector<int32_t> & sorted) {
     std::string res;

@@ -93,6 +93,10 @@ LLAMA_API int32_t kvq_n_layer(const struct llama_context * ctx);
 // The i-th of them, in the order of the model. false if i is out of range.
 LLAMA_API bool kvq_get_layer(const struct llama_context * ctx, int32_t i, struct kvq_layer * layer);
 
+// Bytes of a context's compute buffers, which hold intermediate results, over all backends. What a CPU's
+// threads need for themselves comes on top when a graph runs.
+LLAMA_API uint64_t kvq_compute_bytes(const struct llama_context * ctx);
+
 // Handle of the types that one side is stored as; kvq_type_name() gives "q8_0" or "kvq4,0:2=q8_0". Where
 // V lies within K's rows, V is as K. GGML_TYPE_COUNT if there is no cache.
 LLAMA_API enum ggml_type kvq_effective(const struct llama_context * ctx, bool values);

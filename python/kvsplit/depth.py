@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 import psutil
 
 import kvsplit
-from kvsplit import _lock, models, native, plots, quality, runs, tools
+from kvsplit import _lock, models, native, plots, quality, runs, stats, tools
 from kvsplit.cache_types import BY_NAME, CACHE_TYPES
 from kvsplit.errors import (
     CacheFolderError,
@@ -1250,23 +1250,6 @@ def run(
 # ---- what follows from the rows
 
 
-def median_interval(values: Sequence[float]) -> Tuple[float, float, float]:
-    """An interval for the median that supposes nothing of the distribution, and how sure it is.
-
-    The k-th smallest and the k-th largest of n values enclose the median unless fewer than k values fall on one
-    side of it; each falls there with probability 1/2, so the certainty is 1 - 2 * P(Binomial(n, 1/2) < k). The
-    largest k with at least 90 % is taken: the 1st for 5 to 7 values, the 2nd from 8 on. Fewer than 5 give less.
-    """
-    x = sorted(values)
-    n = len(x)
-
-    def certainty(k: int) -> float:
-        return 1.0 - 2 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
-
-    k = max([k for k in range(1, n // 2 + 1) if certainty(k) >= 0.9], default=1)
-    return x[k - 1], x[n - k], max(0.0, certainty(k))
-
-
 @dataclass(frozen=True)
 class Point:
     """One configuration in one group.
@@ -1292,13 +1275,6 @@ class Point:
     interval: Optional[Tuple[float, float]]
     rounds: int
     row: Row
-
-
-def _quartiles(values: Sequence[float]) -> Tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    q = statistics.quantiles(values, n=4, method="inclusive")
-    return q[0], q[2]
 
 
 def base_name(rows: Iterable[Row], base: Optional[str] = None) -> str:
@@ -1335,9 +1311,11 @@ def points(rows: Iterable[Row], base: Optional[str] = None) -> List[Point]:
         if other and len(other[-1].samples_ts or []) == len(samples):
             ratios = [a / b for a, b in zip(samples, other[-1].samples_ts or [])]
             ratio = statistics.median(ratios)
-            interval = median_interval(ratios)[:2]
+            interval = stats.median_interval(ratios)[:2]
         ts = statistics.median(samples)
-        out.append(Point(config, n_prompt, n_gen, depth, ts, _quartiles(samples), ratio, interval, len(samples), r))
+        out.append(
+            Point(config, n_prompt, n_gen, depth, ts, stats.quartiles(samples), ratio, interval, len(samples), r)
+        )
     return out
 
 
@@ -1520,7 +1498,7 @@ def report(analyses: Sequence[Analysis]) -> str:
     out: List[str] = []
     for a in analyses:
         rounds = sorted({p.rounds for p in a.points})
-        certainty = median_interval([0.0] * rounds[0])[2]
+        certainty = stats.median_interval([0.0] * rounds[0])[2]
         out.append(f"## {a.model}, {a.n_threads} threads, {a.cpu}\n")
         for decode in (True, False):
             pts = [p for p in a.points if bool(p.n_gen) == decode]

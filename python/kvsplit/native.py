@@ -171,6 +171,7 @@ class Native:
         fn("kvq_model_n_layer", c_i32, c_void_p)
         fn("kvq_n_layer", c_i32, c_void_p)
         fn("kvq_get_layer", ctypes.c_bool, c_void_p, c_i32, ctypes.POINTER(KvqLayer))
+        fn("kvq_compute_bytes", ctypes.c_uint64, c_void_p)
         fn("kvq_describe", c_i32, c_void_p, c_char_p, ctypes.c_size_t)
 
     def _check(self) -> None:
@@ -280,6 +281,10 @@ class Native:
                 raise NativeMismatchError(f"layer {i} of the KV cache can't be read: {self.last_error()}")
             res.append(layer)
         return res
+
+    def compute_bytes(self, ctx: Any) -> int:
+        """Bytes of a context's compute buffers, over all backends."""
+        return int(self.lib.kvq_compute_bytes(ctx))
 
     def describe(self, ctx: Any) -> str:
         """What the tools print at start about a context's KV cache."""

@@ -30,6 +30,7 @@ def main(argv: List[str]) -> int:
         llm = Llama(model, kvq_key=key, kvq_val=val, n_ctx=int(n_ctx), flash_attn=True, swa_full=False, verbose=False)
         res = llm.kv_cache.to_json()
         res["report"] = llm.kv_cache.report
+        res["compute_bytes"] = native.load().compute_bytes(llm._ctx.ctx)
         print(json.dumps(res))
         llm.close()
     except KVSplitError as e:

@@ -16,7 +16,7 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from kvsplit import tools
 from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError
@@ -174,6 +174,80 @@ def parse(output: str) -> Quality:
     if not (math.isfinite(res.ppl) and math.isfinite(res.kld)):
         raise NotFiniteError("llama-perplexity gave NaN: attention broke down under this configuration")
     return res
+
+
+# the columns are PPL, ln of its ratio, KLD, RMS of the change of p, same top: each value +- its error
+_CHUNK = re.compile(rf"^\s*(\d+)\s+{_PAIR}\s+{_PAIR}\s+{_PAIR}\s", re.MULTILINE)
+
+
+def _by_chunk(running: Sequence[float]) -> List[float]:
+    """Each chunk's own mean from the means of the chunks 1 to n: n * mean[n] - (n - 1) * mean[n - 1]."""
+    before = [0.0, *running]
+    return [round(n * before[n] - (n - 1) * before[n - 1], 8) for n in range(1, len(before))]
+
+
+def _running(output: str) -> List[Tuple[float, float]]:
+    """PPL and mean KLD over the chunks 1 to n, as they are printed.
+
+    Raises:
+        ResultError: no chunk, or one that is out of order.
+    """
+    found: List[Tuple[float, float]] = []
+    for m in _CHUNK.finditer(output):
+        if int(m.group(1)) != len(found) + 1:
+            raise ResultError(f"llama-perplexity printed chunk {m.group(1)} after chunk {len(found)}")
+        found.append((float(m.group(2)), float(m.group(6))))
+    if not found:
+        raise ResultError("llama-perplexity printed no chunk")
+    return found
+
+
+def chunk_klds(output: str, mean: Optional[float] = None) -> List[float]:
+    """Mean KL divergence of each chunk, from the running means that llama-perplexity prints.
+
+    They have 5 decimals. A rounding has a standard deviation of 1e-5 / sqrt(12), so chunk n has one of about
+    4e-6 * n. In the mean of N chunks all this cancels, up to the rounding of the last, which is known better.
+
+    Args:
+        output: what it printed.
+        mean: the mean of all chunks, which the statistics at the end give with one digit more.
+
+    Returns:
+        In nats, one a chunk.
+
+    Raises:
+        ResultError: no chunk, or one that is out of order.
+    """
+    running = [kld for _, kld in _running(output)]
+    if mean is not None:
+        if abs(running[-1] - mean) > 1.1e-5:  # both are rounded
+            raise ResultError(f"llama-perplexity's last chunk has the mean KLD {running[-1]}, the statistics {mean}")
+        running[-1] = mean
+    return _by_chunk(running)
+
+
+def chunk_nlls(output: str, ppl: Optional[float] = None) -> List[float]:
+    """Mean negative log-likelihood of each chunk, from the running perplexities that llama-perplexity prints.
+
+    They have 4 decimals, so their logarithms are exact to 3e-5 / PPL and chunk n to about 4e-5 * n / PPL
+    (standard deviations); as with :func:`chunk_klds` this cancels in a mean over chunks.
+
+    Args:
+        output: what it printed.
+        ppl: of all chunks, which the statistics at the end give with two digits more.
+
+    Returns:
+        In nats a token, one a chunk.
+
+    Raises:
+        ResultError: no chunk, or one that is out of order.
+    """
+    running = [p for p, _ in _running(output)]
+    if ppl is not None:
+        if abs(running[-1] - ppl) > 1.1e-4:
+            raise ResultError(f"llama-perplexity's last chunk has the PPL {running[-1]}, the statistics {ppl}")
+        running[-1] = ppl
+    return _by_chunk([math.log(p) for p in running])
 
 
 def _reason(output: str) -> str:

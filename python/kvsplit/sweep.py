@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import statistics
 import struct
 import sys
 import time
@@ -37,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
-from kvsplit import compare, models, native, plots, probe, quality, results, runs, tools
+from kvsplit import compare, models, native, plots, probe, quality, results, runs, stats, tools
 from kvsplit.cache_types import BITS, BY_NAME
 from kvsplit.errors import (
     KVSplitError,
@@ -126,65 +125,10 @@ def row_key(row: Row) -> Key:
 
 # ---- chunk by chunk
 
-# the columns are PPL, ln of its ratio, KLD, RMS of the change of p, same top: each value +- its error
-_CHUNK = re.compile(rf"^\s*(\d+)\s+{quality._PAIR}\s+{quality._PAIR}\s+{quality._PAIR}\s", re.MULTILINE)
 
-
-def chunk_klds(output: str, mean: Optional[float] = None) -> List[float]:
-    """Mean KL divergence of each chunk, from the running means that llama-perplexity prints.
-
-    Args:
-        output: what it printed.
-        mean: the mean of all chunks, which the statistics at the end give with one digit more.
-
-    Returns:
-        In nats, one a chunk; see the module for how exact they are.
-
-    Raises:
-        ResultError: no chunk, or one that is out of order.
-    """
-    running: List[float] = []
-    for m in _CHUNK.finditer(output):
-        if int(m.group(1)) != len(running) + 1:
-            raise ResultError(f"llama-perplexity printed chunk {m.group(1)} after chunk {len(running)}")
-        running.append(float(m.group(6)))
-    if not running:
-        raise ResultError("llama-perplexity printed no chunk")
-    if mean is not None:
-        if abs(running[-1] - mean) > 1.1e-5:  # both are rounded
-            raise ResultError(f"llama-perplexity's last chunk has the mean KLD {running[-1]}, the statistics {mean}")
-        running[-1] = mean
-    before = [0.0, *running]
-    return [round(n * before[n] - (n - 1) * before[n - 1], 8) for n in range(1, len(before))]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean KL divergence of one configuration minus that of another, in nats, over the same chunks.
-
-    Attributes:
-        mean: of the differences of the chunks.
-        se: its standard error.
-        chunks: how many.
-    """
-
-    mean: float
-    se: float
-    chunks: int
-
-    @property
-    def beyond(self) -> bool:
-        """True if it is more than 2 standard errors away from 0."""
-        return abs(self.mean) > 2 * self.se
-
-
-def difference(a: Row, b: Row) -> Optional[Difference]:
-    """``a`` minus ``b``, paired; None if one has no chunks, if their numbers differ, or if there is only one."""
-    x, y = a.kld_chunks, b.kld_chunks
-    if not x or not y or len(x) != len(y) or len(x) < 2:
-        return None
-    d = [p - q for p, q in zip(x, y)]
-    return Difference(statistics.fmean(d), statistics.stdev(d) / math.sqrt(len(d)), len(d))
+def difference(a: Row, b: Row) -> Optional[stats.Difference]:
+    """``a`` minus ``b`` in mean KL divergence, paired by chunk; see :func:`kvsplit.stats.difference`."""
+    return stats.difference(a.kld_chunks, b.kld_chunks)
 
 
 # ---- the run
@@ -343,7 +287,7 @@ def _measure(row: Row, job: Job, q: KVQuant, base: Path, plan: quality.QualityPl
         x.kld_max,
     )
     row.top1, row.top1_se = x.top1, x.top1_se
-    row.kld_chunks = chunk_klds(output, x.kld)
+    row.kld_chunks = quality.chunk_klds(output, x.kld)
     if len(row.kld_chunks) != plan.chunks:
         raise ResultError(f"{q.label}: {len(row.kld_chunks)} chunks were measured, {plan.chunks} were asked for")
 
@@ -501,7 +445,7 @@ def references(row: Row, rows: Sequence[Row]) -> List[Row]:
     return [r for r in theirs if r.kv_bytes == size] + [r for r in theirs if r.kv_bytes == larger]
 
 
-def _verdict(d: Optional[Difference], better: str = "better", worse: str = "worse") -> str:
+def _verdict(d: Optional[stats.Difference], better: str = "better", worse: str = "worse") -> str:
     if d is None:
         return "-"
     return "no" if not d.beyond else f"yes, {better if d.mean < 0 else worse}"

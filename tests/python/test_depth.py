@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 import numpy as np
 import pytest
 
-from kvsplit import depth, plots, results
+from kvsplit import depth, plots, results, stats
 from kvsplit.depth import CONFIGS, Client, Config, Options
 from kvsplit.errors import ContextMemoryError, NativeMissingError, ResultError, ToolError, UsageError
 from kvsplit.policy import KVQuant
@@ -264,7 +264,7 @@ def _bandwidth(like: Row) -> Row:
 )
 def test_interval_of_a_median(n: int, k: int, certainty: float) -> None:
     # the tables of the sign test
-    low, high, sure = depth.median_interval(list(range(n, 0, -1)))
+    low, high, sure = stats.median_interval(list(range(n, 0, -1)))
     assert (low, high, sure) == (k, n + 1 - k, certainty)
 
 

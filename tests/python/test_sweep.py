@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import pytest
 
 import kvsplit
-from kvsplit import native, plots, quality, results, runs, sweep
+from kvsplit import native, plots, quality, results, runs, stats, sweep
 from kvsplit.errors import CacheTypeError, KVSplitError, ResultError, UsageError
 from kvsplit.memory import kv_memory
 from kvsplit.policy import KVQuant
@@ -444,12 +444,12 @@ chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence 
 
 
 def test_chunks_are_read() -> None:
-    assert sweep.chunk_klds(PRINTED) == pytest.approx([0.01, 0.02, 0.01002])
+    assert quality.chunk_klds(PRINTED) == pytest.approx([0.01, 0.02, 0.01002])
     # the mean of all chunks is known with one digit more
-    assert sweep.chunk_klds(PRINTED, 0.013336) == pytest.approx([0.01, 0.02, 0.010008])
-    assert sweep.chunk_klds(PRINTED.replace("±", "\ufffd\ufffd")) == sweep.chunk_klds(PRINTED)
+    assert quality.chunk_klds(PRINTED, 0.013336) == pytest.approx([0.01, 0.02, 0.010008])
+    assert quality.chunk_klds(PRINTED.replace("±", "\ufffd\ufffd")) == quality.chunk_klds(PRINTED)
     real = (Path(__file__).parent / "data" / "kl_divergence.txt").read_text(encoding="utf-8")
-    assert sweep.chunk_klds(real, quality.parse(real).kld) == pytest.approx([0.00942, 0.007968])
+    assert quality.chunk_klds(real, quality.parse(real).kld) == pytest.approx([0.00942, 0.007968])
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_chunks_are_read() -> None:
 )
 def test_chunks_that_are_not_there(text: str, mean: Optional[float], match: str) -> None:
     with pytest.raises(ResultError, match=match):
-        sweep.chunk_klds(text, mean)
+        quality.chunk_klds(text, mean)
 
 
 def test_rounding_of_the_chunks_is_as_small_as_said() -> None:
@@ -478,7 +478,7 @@ def test_rounding_of_the_chunks_is_as_small_as_said() -> None:
             mean = statistics.fmean(exact[: i + 1])
             lines.append(f"{i + 1:4d} 10.0 ± 1.0  0.01 ± 0.01  {mean:10.5f} ± 0.00100  1.0 ± 0.1 %  95.0 ± 1.0 %")
         kld = round(statistics.fmean(exact), 6)
-        got = sweep.chunk_klds("\n".join(lines), kld)
+        got = quality.chunk_klds("\n".join(lines), kld)
         assert statistics.fmean(got) == pytest.approx(kld, abs=1e-8)
         noise = [a - b for a, b in zip(got, exact)]
         worst = max(worst, *(abs(x) / (i + 1) for i, x in enumerate(noise)))
@@ -510,11 +510,11 @@ def test_differences_are_paired() -> None:
     a = _row("kvq4", "kvq4", [0.010, 0.030, 0.020, 0.050])
     b = _row("q4_0", "q4_0", [0.012, 0.031, 0.022, 0.053])
     d = sweep.difference(a, b)
-    assert d is not None and d.mean == pytest.approx(-0.002) and d.chunks == 4
+    assert d is not None and d.mean == pytest.approx(-0.002) and d.n == 4
     assert d.se == pytest.approx(statistics.stdev([0.002, 0.001, 0.002, 0.003]) / 2) and d.beyond
     # far below the standard errors of both
     assert abs(d.mean) < (a.kld_se or 0)
-    assert not sweep.Difference(0.002, 0.001, 4).beyond and sweep.Difference(-0.0021, 0.001, 4).beyond
+    assert not stats.Difference(0.002, 0.001, 4).beyond and stats.Difference(-0.0021, 0.001, 4).beyond
     for other in (None, [0.1], [0.1, 0.2]):
         assert sweep.difference(a, replace(b, kld_chunks=other)) is None
     assert sweep.difference(replace(a, kld_chunks=[0.1]), replace(b, kld_chunks=[0.2])) is None
