@@ -264,8 +264,8 @@ class KVQuant:
         if "/" in text:
             k, _, v = text.partition("/")
             return cls(Spec.parse(k, argument).text(), Spec.parse(v, argument).text())
-        if _clean(text) in ("f16", "f32"):
-            text = {"f16": "k16v16", "f32": "k32v32"}[_clean(text)]
+        floats = {"f16": "k16v16", "fp16": "k16v16", "f32": "k32v32", "fp32": "k32v32"}
+        text = floats.get(_clean(text), text)
         k_spec, v_spec = _parse_preset(text, argument)
         return cls(k_spec.text(), v_spec.text())
 

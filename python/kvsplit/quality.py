@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 import shutil
+import struct
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -84,11 +85,13 @@ class QualityPlan:
         ppl_ctx: tokens of a chunk; the second half of each is scored.
         chunks: chunks.
         n_threads: threads; None lets the tool choose.
+        device: see :func:`kvsplit.tools.device_args`.
     """
 
     ppl_ctx: int = 2048
     chunks: int = 8
     n_threads: Optional[int] = None
+    device: str = "auto"
 
     @property
     def scored(self) -> int:
@@ -285,7 +288,7 @@ def check(plan: QualityPlan, text: Text) -> None:
 
 
 def _args(model: Path, quant: KVQuant, plan: QualityPlan) -> List[str]:
-    args = ["-m", str(model), "-c", str(plan.ppl_ctx), "-fa", "on", *kvq_args(quant)]
+    args = ["-m", str(model), "-c", str(plan.ppl_ctx), "-fa", "on", *kvq_args(quant), *tools.device_args(plan.device)]
     if plan.n_threads is not None:
         args += ["-t", str(plan.n_threads)]
     return args
@@ -324,6 +327,15 @@ def base_file(
                 f"the text {text.name} may be too short for --ppl-ctx {plan.ppl_ctx}"
             )
         yield path
+
+
+def base_chunks(path: Path) -> int:
+    """Chunks in a base file: after the mark of 8 bytes come tokens of a chunk, vocabulary and chunks, 32 bits each."""
+    with open(path, "rb") as f:
+        head = f.read(20)
+    if len(head) < 20 or head[:8] != b"_logits_":
+        raise ResultError("llama-perplexity wrote an f16 base of another form than this version reads")
+    return int(struct.unpack("<3i", head[8:])[2])
 
 
 def output(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> str:

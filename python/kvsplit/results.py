@@ -82,6 +82,7 @@ class Row:
     provenance: Provenance
     schema: int = SCHEMA
     test_time: str = ""
+    device: Optional[str] = None  # that was asked for: auto, cpu, or a name
     seq_len: Optional[int] = None  # tokens that the whole measurement stays within, as it was asked
     layer_types: Optional[List[List[Any]]] = None  # [layers, K, V] of each run of layers that are alike
 
@@ -326,19 +327,20 @@ class Journal:
         except OSError as e:
             raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from None
 
-    def write(self, row: Row) -> None:
-        """Validate and append.
+    def write(self, *rows: Row) -> None:
+        """Validate and append, all in one piece.
 
         Raises:
             ResultError: names the configuration and the field.
             CacheFolderError: the disk is full, or the file can't be written.
         """
-        try:
-            row.validate()
-        except ResultError as e:
-            raise ResultError(f"{row.config}, {row.kind}: {e}") from None
-        self._append((json.dumps(row.to_json(), ensure_ascii=False) + "\n").encode())
-        self.rows.append(row)
+        for row in rows:
+            try:
+                row.validate()
+            except ResultError as e:
+                raise ResultError(f"{row.config}, {row.kind}: {e}") from None
+        self._append("".join(json.dumps(row.to_json(), ensure_ascii=False) + "\n" for row in rows).encode())
+        self.rows += rows
 
     def close(self) -> None:
         """Close and unlock; a file without a row goes."""
@@ -439,7 +441,7 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
             (p.model_sha256, r.seq_len, r.kvq_key, r.kvq_val),
             Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v, p.model_filename, r.seq_len),
         )
-        if r.kv_bytes is not None:
+        if r.kv_bytes is not None and (r.kind == "memory" or s.kv_bytes is None):
             for name in _MEMORY:
                 setattr(s, name, getattr(r, name))
         if r.kind == "memory":
@@ -466,18 +468,36 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
     return list(out.values())
 
 
-def write_csv(path: PathLike, summaries: Iterable[Summary]) -> None:
-    """The summary as CSV; samples joined by blanks."""
+def write_csv(path: PathLike, summaries: Iterable[Summary], replace: bool = False) -> None:
+    """The summary as CSV; samples joined by blanks. Written aside, then renamed.
+
+    Raises:
+        FileExistsError: it is there, and ``replace`` is False.
+        CacheFolderError: it can't be written.
+    """
+    path = Path(path)
+    if not replace and path.exists():
+        raise FileExistsError(path)
     names = [f.name for f in dataclasses.fields(Summary)]
-    with open(path, "x", encoding="utf-8", newline="") as f:
-        w = csv.writer(f)
-        w.writerow(names)
-        for s in summaries:
-            row = []
-            for n in names:
-                v = getattr(s, n)
-                row.append(" ".join(map(str, v)) if isinstance(v, list) else "" if v is None else v)
-            w.writerow(row)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "w", encoding="utf-8", newline="") as f:
+            _write_csv(csv.writer(f), names, summaries)
+        os.replace(part, path)
+    except OSError as e:
+        raise CacheFolderError(f"{path} can't be written: {e.strerror or e}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_csv(w: Any, names: Sequence[str], summaries: Iterable[Summary]) -> None:
+    w.writerow(names)
+    for s in summaries:
+        row = []
+        for n in names:
+            v = getattr(s, n)
+            row.append(" ".join(map(str, v)) if isinstance(v, list) else "" if v is None else v)
+        w.writerow(row)
 
 
 def field_types() -> Dict[str, Any]:

@@ -32,6 +32,7 @@ class SpeedPlan:
         n_depth: tokens in the cache before either.
         rounds: samples of each.
         n_threads: threads; None lets llama-bench choose.
+        device: see :func:`kvsplit.tools.device_args`.
         seed: of the order of configurations.
     """
 
@@ -40,6 +41,7 @@ class SpeedPlan:
     n_depth: int = 2048
     rounds: int = 5
     n_threads: Optional[int] = None
+    device: str = "auto"
     seed: int = 1
 
 
@@ -92,6 +94,7 @@ def parse(stdout: str) -> List[Dict[str, Any]]:
 def command(model: Path, quant: KVQuant, plan: SpeedPlan, repetitions: int = 1) -> List[str]:
     """Arguments of one llama-bench run."""
     args = ["-m", str(model), "-o", "jsonl", "-r", str(repetitions), "-fa", "on", *kvq_args(quant)]
+    args += tools.device_args(plan.device)
     args += ["-p", str(plan.n_prompt), "-n", str(plan.n_gen), "-d", str(plan.n_depth)]
     if plan.n_threads is not None:
         args += ["-t", str(plan.n_threads)]

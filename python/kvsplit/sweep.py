@@ -27,22 +27,15 @@ Exit codes: 0 done, 1 failed (a configuration, or all), 2 wrong usage, 130 inter
 from __future__ import annotations
 
 import argparse
-import math
 import re
-import struct
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
-from kvsplit import compare, models, native, plots, probe, quality, results, runs, stats, tools
+from kvsplit import bench, models, native, plots, quality, runs, stats, tools
 from kvsplit.cache_types import BITS, BY_NAME
 from kvsplit.errors import (
-    KVSplitError,
-    NotFiniteError,
-    ResultError,
-    ToolError,
     UnsupportedModelError,
     UsageError,
 )
@@ -50,7 +43,7 @@ from kvsplit.gguf_meta import GGUFInfo, check_model
 from kvsplit.memory import ModelShape, _shape, kv_memory
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
-from kvsplit.results import Journal, Provenance, Row, read_rows
+from kvsplit.results import Journal, Row, read_rows
 
 #: Bits of the axes of the pairs.
 AXIS = (16, 8, 6, 5, 4, 3, 2)
@@ -219,79 +212,6 @@ def jobs(options: Options, rows: Iterable[Row], text: quality.Text, patches_sha2
     return out
 
 
-def _base_chunks(path: Path) -> int:
-    """Chunks in a base file: after the mark of 8 bytes come tokens of a chunk, vocabulary and chunks, 32 bits each."""
-    with open(path, "rb") as f:
-        head = f.read(20)
-    if len(head) < 20 or head[:8] != b"_logits_":
-        raise ResultError("llama-perplexity wrote an f16 base of another form than this version reads")
-    return int(struct.unpack("<3i", head[8:])[2])
-
-
-def _row(job: Job, q: KVQuant, cache: Dict[str, Any], plan: quality.QualityPlan, prov: Provenance) -> Row:
-    """A row with everything but the quality: what was asked, what the library stored, and its size."""
-    layers = cache["layers"]
-    if not layers:
-        raise KVSplitError(f"{job.model.name} has no KV cache")
-    for i, (layer, asked) in enumerate(zip(layers, q.types(len(layers)))):
-        stored = (layer["type_k"], layer["type_v"] or asked[1])  # MLA stores no values
-        if stored != asked:
-            raise ResultError(
-                f"{q.label}: layer {i} was asked to store {'/'.join(asked)}, it stores {'/'.join(stored)}"
-            )
-    return Row(
-        kind="quality",
-        config=q.label,
-        kvq_key=q.key,
-        kvq_val=q.val,
-        type_k=compare._uniq([layer["type_k"] for layer in layers]),
-        type_v=compare._uniq([layer["type_v"] for layer in layers]),
-        provenance=prov,
-        layer_types=results.runs((layer["type_k"], layer["type_v"]) for layer in layers),
-        n_ctx=plan.ppl_ctx,
-        kv_bytes=cache["bytes"],
-        kv_bytes_expected=compare._expected(job.shape, q, plan.ppl_ctx),
-        kv_bytes_f16=cache["bytes_f16"],
-        saving=1 - cache["bytes"] / cache["bytes_f16"],
-        bits_per_value=16 * cache["bytes"] / cache["bytes_f16"],
-        swa_full=False,
-        layer_rotation=results.runs((layer["rot_k"], layer["rot_v"]) for layer in layers),
-        backend_prefill=compare._uniq([layer["backend_prefill"] for layer in layers]),
-        backend_decode=compare._uniq([layer["backend_decode"] for layer in layers]),
-        ppl_ctx=plan.ppl_ctx,
-        chunks=plan.chunks,
-        n_threads=plan.n_threads,
-    )
-
-
-def _measure(row: Row, job: Job, q: KVQuant, base: Path, plan: quality.QualityPlan) -> None:
-    """Fill in the quality of a row."""
-    started = time.monotonic()
-    output = quality.output(job.model, q, base, plan)
-    row.seconds = round(time.monotonic() - started, 2)
-    try:
-        x = quality.parse(output)
-    except NotFiniteError:
-        row.finite = False
-        return
-    if not math.isfinite(x.ppl_base):
-        raise ResultError(f"{job.model.name}: f16 itself gives no finite numbers, there is nothing to hold against")
-    row.finite = True
-    row.ppl, row.ppl_se, row.ppl_base = x.ppl, x.ppl_se, x.ppl_base
-    row.ppl_ratio, row.ppl_ratio_se = x.ppl_ratio, x.ppl_ratio_se
-    row.kld, row.kld_se, row.kld_median, row.kld_p999, row.kld_max = (
-        x.kld,
-        x.kld_se,
-        x.kld_median,
-        x.kld_p999,
-        x.kld_max,
-    )
-    row.top1, row.top1_se = x.top1, x.top1_se
-    row.kld_chunks = quality.chunk_klds(output, x.kld)
-    if len(row.kld_chunks) != plan.chunks:
-        raise ResultError(f"{q.label}: {len(row.kld_chunks)} chunks were measured, {plan.chunks} were asked for")
-
-
 @dataclass
 class Outcome:
     """What a run did.
@@ -311,7 +231,7 @@ def run(
     options: Options,
     *,
     command: Sequence[str] = (),
-    step: Callable[[str, int, int], None] = lambda what, i, n: None,
+    step: Callable[[str, float, float], None] = lambda what, i, n: None,
     say: Callable[[str], None] = lambda message: None,
 ) -> Outcome:
     """Measure what isn't there yet.
@@ -322,7 +242,7 @@ def run(
     Args:
         options: what and where.
         command: command line for the record.
-        step: told what is being done, how many configurations are finished, and how many there are.
+        step: told what is being done, and how much of a model is finished.
         say: told what a user should know.
 
     Raises:
@@ -330,58 +250,27 @@ def run(
     """
     lib = native.load()
     tools.check()
-    stored = {lib.type_name(t) for t in lib.cache_types()}
-    asked = {
-        t for q in options.configs for s in (q.key_spec, q.val_spec) for t in (s.default, *dict(s.exceptions).values())
-    }
-    if not asked <= stored:
-        raise KVSplitError(
-            f"the library {lib.path} can't store {', '.join(sorted(asked - stored))}; build it and the tools anew"
-        )
     res = Outcome()
     with quality.text_file(options.text) as text, Journal(options.out) as journal:
         if journal.cut:
             say(f"{options.out}: removed {journal.cut} bytes of a row that was not written to its end")
         step("sha256 of the models", 0, 0)
-        todo = jobs(options, journal.rows, text, lib.build.patches_sha256)
-        total = sum(len(job.todo) for job in todo)
         run_id = runs.new_id()
-        for job in todo:
+        for job in jobs(options, journal.rows, text, lib.build.patches_sha256):
+
+            def within(what: str, i: float, n: float, name: str = job.model.name) -> None:
+                step(f"{name}: {what}", i, n)
+
             res.rows += job.done
-            if not job.todo:
-                continue
-            prov = runs.provenance(lib, run_id, job.model, job.sha256, command)
-            at = res.new + len(res.failures)
-            step(f"{job.model.name}: f16 base", at, total)
-            with quality.base_file(job.model, job.info, text, options.plan) as base:
-                n = _base_chunks(base)
-                if n != options.plan.chunks:
-                    raise UsageError(
-                        f"--chunks: {text.name} has {n} chunks of {options.plan.ppl_ctx} tokens for {job.model.name}"
-                    )
-                for q in job.todo:
-                    at = res.new + len(res.failures)
-                    step(f"{job.model.name}: {q.text}", at, total)
-                    try:
-                        row = _row(job, q, probe.kv_cache(job.model, options.plan.ppl_ctx, q), options.plan, prov)
-                        row.text, row.text_sha256 = text.name, text.sha256
-                        _measure(row, job, q, base, options.plan)
-                    except (ToolError, ResultError) as e:
-                        res.failures.append(f"{job.model.name}, {q.text}: {e}")
-                        say(res.failures[-1])
-                        continue
-                    if q == F16:
-                        job.floor = row.kld
-                    row.kld_floor = job.floor
-                    row.test_time = runs.now()
-                    if row.kv_bytes_expected is not None and row.kv_bytes_expected != row.kv_bytes:
-                        say(f"{q.text}: {row.kv_bytes} bytes were allocated, {row.kv_bytes_expected} were computed")
-                    if not row.finite:
-                        say(f"{job.model.name}, {q.text}: attention gave NaN")
-                    journal.write(row)
-                    res.rows.append(row)
-                    res.new += 1
-        step("", total, total)
+            sweep = bench.Sweep(
+                job.model, job.info, job.sha256, text, lib, journal, command, run_id, step=within, say=say
+            )
+            sweep.check(job.todo, options.plan.ppl_ctx)
+            if job.todo:
+                sweep.run([bench.Item("quality", q, options.plan) for q in job.todo])
+            res.rows += sweep.new
+            res.new += len(sweep.new)
+            res.failures += sweep.failures
     return res
 
 
@@ -661,7 +550,7 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError("--model: a sweep needs a model")
     if not (args.set or args.config):
         raise UsageError("--set: give a set or --config")
-    configs = config_set(args.set) if args.set else compare.parse_configs(args.config)
+    configs = config_set(args.set) if args.set else bench.parse_configs(args.config)
     plan = quality.QualityPlan(args.ppl_ctx, args.chunks, args.threads)
     o = Options(tuple(models.resolve(m) for m in args.model), args.text, plan, configs, args.out)
     if args.dry_run:

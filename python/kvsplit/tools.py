@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence, TextIO
 
 from kvsplit import native
-from kvsplit.errors import NativeMissingError, ToolError
+from kvsplit.errors import NativeMissingError, ToolError, UsageError
 
 _EXE = ".exe" if sys.platform == "win32" else ""
 
@@ -36,6 +36,33 @@ def find(name: str) -> Path:
         f"{name} was not found (looked in {', '.join(map(str, dirs))}); "
         "build the project and set KVSPLIT_NATIVE_DIR to its build folder, or install the package with pip"
     )
+
+
+def device_args(device: str) -> List[str]:
+    """Arguments that make a tool compute on a device.
+
+    Args:
+        device: ``auto`` leaves it to the tool, ``cpu`` uses none but the CPU, anything else is a device's name
+            as ``kvsplit doctor`` lists it.
+    """
+    if device == "auto":
+        return []
+    return ["-ngl", "0", "-dev", "none"] if device == "cpu" else ["-dev", device]
+
+
+def check_device(device: str, names: Sequence[str]) -> None:
+    """Refuse a device that the library doesn't have.
+
+    Args:
+        device: as :func:`device_args` takes it.
+        names: the library's devices, ``NAME (DESCRIPTION)``.
+
+    Raises:
+        UsageError: lists what there is.
+    """
+    known = ["auto", "cpu", *(n.partition(" (")[0] for n in names if not n.startswith("CPU"))]
+    if device not in known:
+        raise UsageError(f"--device: {device!r} is none of {', '.join(known)}")
 
 
 def environment() -> Dict[str, str]:

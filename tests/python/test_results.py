@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import struct
 import xml.etree.ElementTree as ET
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, List
 
 import pytest
 
-from kvsplit import cli, compare, native, plots, quality, results, runs, speed
+from kvsplit import bench, cli, compare, native, plots, quality, results, runs, speed
 from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, ToolError, UsageError
 from kvsplit.policy import KVQuant
 from kvsplit.results import Provenance, Row, Summary
@@ -233,7 +235,7 @@ def test_summary_and_csv(tmp_path: Path) -> None:
 
 def test_configurations_are_parsed() -> None:
     def labels(*texts: str) -> List[str]:
-        return [q.label for q in compare.parse_configs(texts)]
+        return [q.label for q in bench.parse_configs(texts)]
 
     assert labels("F16,K8V4") == ["F16", "K8V4"]
     assert labels("8", "k8v4", "4") == ["K8V4", "K4V4"]
@@ -319,28 +321,41 @@ def test_the_recorded_command_has_no_folders_of_the_machine(monkeypatch: pytest.
 @pytest.fixture
 def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> Any:
     """A comparison whose measurements are made up; each test breaks one of them."""
-    build = native.Build("0.3.36", "0", "0")
-    monkeypatch.setattr(
-        compare.native, "load", lambda: type("Lib", (), {"build": build, "devices": lambda self: ["CPU (made up)"]})()
-    )
-    layer = {"type_k": "f16", "type_v": "f16", "rot_k": 0, "rot_v": 0, "backend_prefill": "CPU",
-             "backend_decode": "CPU", "backend_expect": "CPU"}  # fmt: skip
-    cache = {"bytes": 160, "bytes_f16": 160, "layers": [layer]}
-    monkeypatch.setattr(compare.probe, "kv_cache", lambda *a: cache)
-    monkeypatch.setattr(compare.speed, "run", lambda *a, **k: [])
+    lib = type("Lib", (), {
+        "build": native.Build("0.3.36", "0", "0"), "devices": lambda self: ["CPU (made up)"],
+        "cache_types": lambda self: [0, 1, 2], "type_name": lambda self, i: ("f16", "q8_0", "kvq4")[i],
+    })()  # fmt: skip
+    monkeypatch.setattr(compare.native, "load", lambda: lib)
+
+    def kv_cache(model: Path, n_ctx: int, q: KVQuant, device: str) -> Any:
+        layer = {"type_k": q.key, "type_v": q.val, "rot_k": 0, "rot_v": 0, "backend_prefill": "CPU",
+                 "backend_decode": "CPU", "backend_expect": "CPU"}  # fmt: skip
+        return {"bytes": 160, "bytes_f16": 160, "layers": [layer]}
+
+    monkeypatch.setattr(bench.probe, "kv_cache", kv_cache)
+    record = json.loads((DATA / "llama_bench.jsonl").read_text(encoding="utf-8").splitlines()[0])
+
+    def speeds(model: Path, quants: Any, plan: Any) -> Any:
+        info = {**record, "type_k": quants[0].key, "type_v": quants[0].val, "n_depth": plan.n_depth}
+        sizes = ((plan.n_prompt, 0), (0, plan.n_gen))
+        return [speed.Speed(quants[0], p, g, [2.0], [1.0], None, info) for p, g in sizes]
+
+    monkeypatch.setattr(bench.speed, "run", speeds)
 
     @contextlib.contextmanager
     def base_file(*a: Any) -> Any:
+        (tmp_path / "base").write_bytes(b"_logits_" + struct.pack("<3i", 256, 9, 2))
         yield tmp_path / "base"
 
-    monkeypatch.setattr(compare.quality, "base_file", base_file)
-    good = quality.parse((DATA / "kl_divergence.txt").read_text(encoding="utf-8"))
-    monkeypatch.setattr(compare.quality, "measure", lambda *a: good)
+    monkeypatch.setattr(bench.quality, "base_file", base_file)
+    good = (DATA / "kl_divergence.txt").read_text(encoding="utf-8")
+    monkeypatch.setattr(bench.quality, "output", lambda *a: good)
     told: List[Path] = []
     path = synth_model()
 
     def run(**options: Any) -> Any:
-        o = compare.Options(compare.parse_configs(["F16,K8V4"]), n_ctx=256, out=tmp_path / "a" / "b", **options)
+        given = {"n_ctx": 256, "rounds": 1, "chunks": 2, **options}
+        o = compare.Options(bench.parse_configs(["F16,K8V4"]), out=tmp_path / "a" / "b", **given)
         return compare.run(path, o, partial=told.append)
 
     return run, told, tmp_path / "a", good
@@ -356,7 +371,7 @@ def _breaks(error: BaseException) -> Any:
 def test_comparison_that_ends(staged: Any) -> None:
     run, told, out, _ = staged
     res = run()
-    assert not told and all(f.is_file() for f in res.files) and len(res.rows) == 4 and out.is_dir()
+    assert not told and all(f.is_file() for f in res.files) and len(res.rows) == 8 and out.is_dir()
 
 
 def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -365,7 +380,7 @@ def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.Monke
         with pytest.raises(UsageError):
             run(**options)
         assert not out.exists()
-    monkeypatch.setattr(compare.probe, "kv_cache", _breaks(ToolError("the heads don't fit")))
+    monkeypatch.setattr(bench.probe, "kv_cache", _breaks(ToolError("the heads don't fit")))
     with pytest.raises(ToolError):
         run()
     assert not out.exists() and not told
@@ -374,7 +389,7 @@ def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ToolError("llama-bench ended")])
 def test_failure_without_rows_leaves_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     run, told, out, _ = staged
-    monkeypatch.setattr(compare.speed, "run", _breaks(error))
+    monkeypatch.setattr(bench.Sweep, "_memory", _breaks(error))
     with pytest.raises(type(error)):
         run()
     assert not out.exists() and not told
@@ -387,26 +402,31 @@ def test_failure_without_rows_leaves_nothing(staged: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ResultError("gave NaN")])
 def test_failure_with_rows_tells_where_they_are(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     run, told, out, _ = staged
-    monkeypatch.setattr(compare.quality, "measure", _breaks(error))
+    monkeypatch.setattr(bench.quality, "output", _breaks(error))
     with pytest.raises(type(error), match="F16: gave NaN" if isinstance(error, ResultError) else None):
         run()
-    assert told == list(out.rglob("*.*")) and [r.config for r in results.read(told[0])] == ["F16", "K8V4"]
+    assert told == list(out.rglob("*.*")) and [r.kind for r in results.read(told[0])] == ["memory"] * 2 + ["speed"] * 4
 
 
 def test_row_that_fails_names_its_configuration(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run, told, _, good = staged
-    bad = replace(good, kld_se=float("nan"))
-    monkeypatch.setattr(compare.quality, "measure", lambda m, q, *a: good if q == KVQuant() else bad)
-    with pytest.raises(ResultError, match="^K8V4, quality: kld_se: nan is no number"):
+    bad = re.sub(r"(Mean +KLD: .*±).*", r"\1 nan", good)
+    monkeypatch.setattr(bench.quality, "output", lambda m, q, *a: good if q == KVQuant() else bad)
+    with pytest.raises(ResultError, match="K8V4, quality: kld_se: nan is no number"):
         run()
-    assert len(list(results.read(told[0]))) == 3
+    assert len(list(results.read(told[0]))) == 7
 
 
 def test_command_line_tells_where_the_rows_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], staged: Any,
                                                monkeypatch: pytest.MonkeyPatch, synth_model: Any) -> None:  # fmt: skip
-    monkeypatch.setattr(compare.quality, "measure", _breaks(KeyboardInterrupt()))
+    monkeypatch.setattr(bench.quality, "output", _breaks(KeyboardInterrupt()))
     out = tmp_path / "cli"
-    assert cli.main(["compare", str(synth_model()), "--config", "F16,K8V4", "--ctx", "256", "--out", str(out)]) == 130
+    assert (
+        cli.main(
+            ["compare", str(synth_model()), "--config", "F16,K8V4", "--ctx", "256", "--chunks", "2", "--out", str(out)]
+        )
+        == 130
+    )
     captured = capsys.readouterr()
     (path,) = out.iterdir()
     assert captured.out == "" and str(path) in captured.err

@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import pytest
 
 import kvsplit
-from kvsplit import native, plots, quality, results, runs, stats, sweep
+from kvsplit import bench, native, plots, quality, results, runs, stats, sweep
 from kvsplit.errors import CacheTypeError, KVSplitError, ResultError, UsageError
 from kvsplit.memory import kv_memory
 from kvsplit.policy import KVQuant
@@ -88,7 +88,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _probe(model: Path, n_ctx: int, q: KVQuant) -> Dict[str, Any]:
+def _probe(model: Path, n_ctx: int, q: KVQuant, device: str = "auto") -> Dict[str, Any]:
     """What the library would tell, from the computed sizes."""
     m = kv_memory(model, q, n_ctx)
     cpu = dict.fromkeys(("backend_prefill", "backend_decode", "backend_expect"), "CPU")
@@ -126,7 +126,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Callabl
     monkeypatch.setenv("PYTHONUTF8", "1")
     monkeypatch.setattr(sweep.native, "load", _Lib)
     monkeypatch.setattr(sweep.tools, "check", lambda: None)
-    monkeypatch.setattr(sweep.probe, "kv_cache", _probe)
+    monkeypatch.setattr(bench.probe, "kv_cache", _probe)
     out = tmp_path / "res" / "s.jsonl"
 
     def run(*args: Any, config: Optional[str] = "F16;q4_0/q4_0;8/4", model: Any = None) -> int:
@@ -305,7 +305,10 @@ def test_a_configuration_that_fails_does_not_end_the_run(staged: Any, monkeypatc
     monkeypatch.setenv("FAKE_BREAK", "q4_0/q4_0=fail")
     assert run() == 1
     told = capsys.readouterr().err
-    assert "q4_0/q4_0: llama-perplexity ended with exit code 1" in told and "2 measured, 0 were there, 1 failed" in told
+    assert (
+        "q4_0/q4_0, quality: llama-perplexity ended with exit code 1" in told
+        and "2 measured, 0 were there, 1 failed" in told
+    )
     assert [r.config for r in results.read(out)] == ["F16", "K8V4"]
     monkeypatch.delenv("FAKE_BREAK")
     ran()
@@ -315,7 +318,7 @@ def test_a_configuration_that_fails_does_not_end_the_run(staged: Any, monkeypatc
 def test_types_that_were_not_stored_are_an_error(staged: Any, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     run, ran, out = staged
-    monkeypatch.setattr(sweep.probe, "kv_cache", lambda m, n, q: _probe(m, n, KVQuant()))
+    monkeypatch.setattr(bench.probe, "kv_cache", lambda m, n, q, d: _probe(m, n, KVQuant()))
     assert run(config="F16;8/4") == 1
     assert "layer 0 was asked to store q8_0/kvq4, it stores f16/f16" in capsys.readouterr().err
     assert ran() == ["base", "f16/f16"] and len(list(results.read(out))) == 1
@@ -388,10 +391,10 @@ def _sweeping(args: List[str], **kw: Any) -> Iterator["subprocess.Popen[str]"]:
         import sys
         sys.path[:0] = {[str(Path(kvsplit.__file__).parent.parent), str(Path(__file__).parent)]!r}
         import test_sweep
-        from kvsplit import sweep
+        from kvsplit import bench, sweep
         sweep.native.load = test_sweep._Lib
         sweep.tools.check = lambda: None
-        sweep.probe.kv_cache = test_sweep._probe
+        bench.probe.kv_cache = test_sweep._probe
         sys.exit(sweep.main(sys.argv[1:]))
     """
     command = [sys.executable, "-c", code, *args]
