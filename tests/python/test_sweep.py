@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import stat
 import statistics
 import subprocess
 import sys
@@ -18,66 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
+import fakes
 import pytest
 
 import kvsplit
-from kvsplit import bench, native, plots, quality, results, runs, stats, sweep
+from kvsplit import bench, plots, quality, results, runs, stats, sweep
 from kvsplit.errors import CacheTypeError, KVSplitError, ResultError, UsageError
 from kvsplit.memory import kv_memory
 from kvsplit.policy import KVQuant
 from kvsplit.results import Row
-
-# Prints as perplexity.cpp does. How large a KLD is follows from the types; LOG says what ran.
-# BREAK is KEY/VAL=nan, =fail or =hang.
-FAKE = """
-import os, struct, sys, time
-arg = lambda name: sys.argv[sys.argv.index(name) + 1]
-log = lambda what: open(os.environ["FAKE_LOG"], "a").write(what + "\\n")
-base = arg("--kl-divergence-base")
-if "--kl-divergence" not in sys.argv:
-    log("base")
-    ctx, chunks = int(arg("-c")), int(os.environ.get("FAKE_CHUNKS", arg("--chunks")))
-    with open(base, "wb") as f:
-        f.write(b"_logits_" + struct.pack("<3i", ctx, 256, chunks))
-        f.truncate(1 << 22)
-    sys.exit(0)
-chunks = struct.unpack("<3i", open(base, "rb").read(20)[8:])[2]
-pair = arg("--kvq-key") + "/" + arg("--kvq-val")
-log(pair)
-broken = dict(s.split("=") for s in os.environ.get("FAKE_BREAK", "").split(";") if s).get(pair)
-if broken == "fail":
-    sys.exit("failed to decode")
-if broken == "hang":
-    open(os.environ["FAKE_LOG"] + ".up", "w").write(base)
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.05)
-bits = {"f16": 16, "q8_0": 8, "kvq6": 6, "kvq5": 5, "q5_0": 5, "q5_1": 5, "kvq3": 3, "kvq2": 2}
-error = lambda t: 0 if t == "f16" else 3.0 ** -bits.get(t, 4) * (0.8 if t.startswith("kvq") else 1)
-means = [(error(arg("--kvq-key")) * 2 + error(arg("--kvq-val"))) * (1 + 0.1 * (i % 3)) for i in range(chunks)]
-nan = float("nan") if broken == "nan" else 0
-print("chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence   ...")
-for i in range(chunks):
-    kld = sum(means[: i + 1]) / (i + 1) + nan
-    print("%4d    %9.4f ± %9.4f    %10.5f ± %10.5f    %10.5f ± %10.5f    %6.3f ± %6.3f %%    %6.3f ± %6.3f %%"
-          % (i + 1, 20 + nan, 1, 0.01, 0.001, kld, kld / 10, 1, 0.1, 95, 1))
-kld = sum(means) / chunks + nan
-print(f'''
-====== Perplexity statistics ======
-Mean PPL(Q)                   : {20 + nan:10.6f} ±   1.000000
-Mean PPL(base)                :  19.800000 ±   1.000000
-Mean PPL(Q)/PPL(base)         :   1.010000 ±   0.001000
-
-====== KL divergence statistics ======
-Mean    KLD: {kld:10.6f} ± {kld / 10:10.6f}
-Maximum KLD: {9 * kld:10.6f}
-99.9%   KLD: {8 * kld:10.6f}
-Median  KLD: {kld / 2:10.6f}
-
-====== Token probability statistics ======
-Same top p: 95.000 ± 1.000 %
-''')
-"""
 
 
 @pytest.fixture
@@ -88,45 +36,18 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _probe(model: Path, n_ctx: int, q: KVQuant, device: str = "auto") -> Dict[str, Any]:
-    """What the library would tell, from the computed sizes."""
-    m = kv_memory(model, q, n_ctx)
-    cpu = dict.fromkeys(("backend_prefill", "backend_decode", "backend_expect"), "CPU")
-    layers = [{"type_k": x.type_k, "type_v": x.type_v, "rot_k": 0, "rot_v": 0, **cpu} for x in m.layers]
-    return {"bytes": m.total_bytes, "bytes_f16": m.bytes_f16, "layers": layers}
-
-
-class _Lib:
-    build = native.Build("0", "source", "patches")
-    path = Path("libllama.so")
-    types = ("f32", "f16", "q8_0", "kvq6", "kvq5", "kvq4", "kvq3", "kvq2", "q5_0", "q5_1", "q4_0", "iq4_nl")
-
-    def cache_types(self) -> List[int]:
-        return list(range(len(self.types)))
-
-    def type_name(self, i: int) -> str:
-        return self.types[i]
-
-    def devices(self) -> List[str]:
-        return ["CUDA0 (A GPU (big))", "CPU (A CPU)"]
-
-
 @pytest.fixture
 def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Callable[..., Path], text: Path) -> Any:
     """``sweep.main`` on a made-up llama-perplexity: returns a function, and the file that logs what ran."""
-    folder = tmp_path / "native" / "bin"
-    folder.mkdir(parents=True)
-    tool = folder / "llama-perplexity"
-    tool.write_text(f"#!{sys.executable} -S\n{FAKE}", encoding="utf-8")
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    fakes.install(tmp_path / "native", "llama-perplexity")
     log = tmp_path / "log"
     log.touch()
-    monkeypatch.setenv("KVSPLIT_NATIVE_DIR", str(folder.parent))
+    monkeypatch.setenv("KVSPLIT_NATIVE_DIR", str(tmp_path / "native"))
     monkeypatch.setenv("FAKE_LOG", str(log))
     monkeypatch.setenv("PYTHONUTF8", "1")
-    monkeypatch.setattr(sweep.native, "load", _Lib)
+    monkeypatch.setattr(sweep.native, "load", fakes.Lib)
     monkeypatch.setattr(sweep.tools, "check", lambda: None)
-    monkeypatch.setattr(bench.probe, "kv_cache", _probe)
+    monkeypatch.setattr(bench.probe, "kv_cache", fakes.kv_cache)
     out = tmp_path / "res" / "s.jsonl"
 
     def run(*args: Any, config: Optional[str] = "F16;q4_0/q4_0;8/4", model: Any = None) -> int:
@@ -223,7 +144,7 @@ def test_other_patches_are_another_measurement(staged: Any, monkeypatch: pytest.
     run, ran, out = staged
     assert run() == 0
     ran()
-    monkeypatch.setattr(_Lib, "build", replace(_Lib.build, patches_sha256="others"))
+    monkeypatch.setattr(fakes.Lib, "build", replace(fakes.Lib.build, patches_sha256="others"))
     assert run() == 0 and len(ran()) == 4 and len(list(results.read(out))) == 6
 
 
@@ -318,7 +239,7 @@ def test_a_configuration_that_fails_does_not_end_the_run(staged: Any, monkeypatc
 def test_types_that_were_not_stored_are_an_error(staged: Any, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     run, ran, out = staged
-    monkeypatch.setattr(bench.probe, "kv_cache", lambda m, n, q, d: _probe(m, n, KVQuant()))
+    monkeypatch.setattr(bench.probe, "kv_cache", lambda m, n, q, d: fakes.kv_cache(m, n, KVQuant()))
     assert run(config="F16;8/4") == 1
     assert "layer 0 was asked to store q8_0/kvq4, it stores f16/f16" in capsys.readouterr().err
     assert ran() == ["base", "f16/f16"] and len(list(results.read(out))) == 1
@@ -327,7 +248,7 @@ def test_types_that_were_not_stored_are_an_error(staged: Any, monkeypatch: pytes
 def test_library_that_lacks_a_type(staged: Any, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     run, ran, out = staged
-    monkeypatch.setattr(_Lib, "types", ("f16", "q8_0", "q4_0"))
+    monkeypatch.setattr(fakes.Lib, "types", ("f16", "q8_0", "q4_0"))
     assert run(config="F16;8,:1=4/8") == 1
     assert "can't store kvq4" in capsys.readouterr().err and ran() == [] and not out.exists()
 
@@ -390,11 +311,11 @@ def _sweeping(args: List[str], **kw: Any) -> Iterator["subprocess.Popen[str]"]:
     code = f"""if True:
         import sys
         sys.path[:0] = {[str(Path(kvsplit.__file__).parent.parent), str(Path(__file__).parent)]!r}
-        import test_sweep
+        import fakes
         from kvsplit import bench, sweep
-        sweep.native.load = test_sweep._Lib
+        sweep.native.load = fakes.Lib
         sweep.tools.check = lambda: None
-        bench.probe.kv_cache = test_sweep._probe
+        bench.probe.kv_cache = fakes.kv_cache
         sys.exit(sweep.main(sys.argv[1:]))
     """
     command = [sys.executable, "-c", code, *args]
