@@ -7,13 +7,16 @@ JOBS       ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo
 BUILD_TYPE ?= Release
 CMAKE_ARGS ?=
 
+# the configurations of KVSplit's published tables
+PUBLISHED = FP16,K8V8,K8V4,K4V8,K4V4
+
 VENV = .venv
 # The environment's programs first: it has cmake and ninja where the system has none.
 RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
 # `env` looks programs up itself: make 3.81 would look along its own PATH.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-hours bench-cpu bench.cpu bench-metal bench.metal sweep demo lint format clean
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-hours bench-cpu bench.cpu bench-metal bench.metal bench reproduce sweep demo lint format clean
 
 help: ## say what can be made
 	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
@@ -69,6 +72,23 @@ sweep: package ## quality of every pair of widths on SmolLM2, an hour or two, co
 	@$(RUN) kvsplit models pull smollm2
 	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 4 --set pairs --out kvsplit-results/pairs.jsonl
 	@$(RUN) python scripts/sweep_pairs.py --model smollm2 --text "$(TEXT)" --chunks 16 --set formats --out kvsplit-results/formats.jsonl
+
+bench: package ## memory, speed, quality and retrieval at several lengths, then figures and a report, continued where it stopped: make bench [MODEL=FILE] [TEXT=FILE] [BENCH="--config K8V4,K6V5"]
+	@test -n "$(MODEL)" || $(RUN) kvsplit models pull smollm2
+	@mkdir -p kvsplit-results
+	@$(RUN) kvsplit bench "$(or $(MODEL),smollm2)" $(if $(TEXT),--text "$(TEXT)") --out kvsplit-results/bench.jsonl --resume $(BENCH)
+	@$(RUN) kvsplit plot kvsplit-results/bench.jsonl --out kvsplit-results/figures --force
+	@$(RUN) kvsplit report kvsplit-results/bench.jsonl --out kvsplit-results/report.html --force
+
+reproduce: package ## KVSplit's published memory table and how keys and values differ in quality, half an hour: make reproduce TEXT=FILE
+	@test -n "$(TEXT)" || { echo "make reproduce TEXT=FILE: which text? (wikitext-2's wiki.test.raw is usual)" >&2; exit 2; }
+	@$(RUN) kvsplit models pull smollm2
+	@$(RUN) kvsplit models pull gemma3-270m
+	@mkdir -p kvsplit-results
+	@$(RUN) python tests/python/synth.py kvsplit-results/tinyllama-cache.gguf --n-layer 22 --n-head-kv 4
+	@$(RUN) kvsplit bench kvsplit-results/tinyllama-cache.gguf --metric memory --seq-len 8192 --config "$(PUBLISHED)" --out kvsplit-results/published-memory.jsonl --resume
+	@$(RUN) kvsplit bench smollm2 --metric memory,perplexity --seq-len 2048 --config "$(PUBLISHED)" --text "$(TEXT)" --out kvsplit-results/ordering-smollm2.jsonl --resume
+	@$(RUN) kvsplit bench gemma3-270m --metric memory,perplexity --seq-len 2048 --config "$(PUBLISHED)" --text "$(TEXT)" --out kvsplit-results/ordering-gemma.jsonl --resume
 
 test-hours: package ## what takes an hour or more
 	@$(RUN) python scripts/run_tests.py hours

@@ -17,6 +17,11 @@ from rich.console import Console
 
 import kvsplit
 from kvsplit import _lock, models, native, runs, terminal, tools
+from kvsplit.commands import bench as commands_bench
+from kvsplit.commands import capture
+from kvsplit.commands import inspect as commands_inspect
+from kvsplit.commands import plot as commands_plot
+from kvsplit.commands import report as commands_report
 from kvsplit.errors import KVSplitError, NativeError, UsageError
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
@@ -34,6 +39,9 @@ _UsageError, _ClickException = (c for c in typer.BadParameter.__mro__ if c.__nam
 
 models_app = typer.Typer(help="Small models that a package index carries.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
+
+
+app.command("bench")(commands_bench.bench)
 
 
 # ---- memory
@@ -157,10 +165,11 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout instead of the table."),
 ) -> None:
     """Measure configurations side by side: KV memory, speed, perplexity and KL divergence; table, files, chart."""
+    from kvsplit import bench
     from kvsplit import compare as cmp
 
     path = models.resolve(terminal.which_model(model, model_opt, "smollm2"))
-    configs = cmp.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
+    configs = bench.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
     with runs.Progress() as progress:
         res = cmp.run(path, opts, command=runs.command_line(), step=progress.step, partial=_partial)
@@ -261,6 +270,14 @@ def run(
     code = tools.exec_tool("llama-completion", [*args, *terminal.passed_on])
     if code:
         raise typer.Exit(code if code > 0 else 1)
+
+
+# ---- commands in files of their own
+
+app.command("capture")(capture.capture)
+app.command("inspect")(commands_inspect.inspect)
+app.command("plot")(commands_plot.plot)
+app.command("report")(commands_report.report)
 
 
 # ---- models

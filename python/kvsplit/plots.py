@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: MIT
-"""Charts. One look for a configuration everywhere: colour, marker and line style (Okabe-Ito colours)."""
+"""Charts: one look for a configuration everywhere, and figures that go to files, to pages and to their data.
+
+:func:`charts` draws every figure that rows have data for (:mod:`kvsplit.figures` holds them, one function each). A
+:class:`Chart` goes to files with :meth:`Chart.save`, its data beside it, and into a page with :meth:`Chart.svg`.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
-from dataclasses import dataclass
+import re
+import xml.etree.ElementTree as ET
+import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
-from kvsplit.results import Summary
+from kvsplit.errors import CacheFolderError, UsageError
+from kvsplit.results import Row, Summary
+
+# ---- looks
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a configuration looks."""
+    """How a configuration looks; ``marker`` and ``line`` are matplotlib's."""
 
     color: str
-    marker: str
-    line: str = "-"
+    marker: Any
+    line: Any = "-"
     filled: bool = True  # the unpatched release's markers are empty
 
+    def size(self, points: float) -> float:
+        """The marker's size that covers about as much as a disc of so many points: stars are thin."""
+        return points * (1.45 if self.marker == "*" or isinstance(self.marker, tuple) else 1.0)
 
+
+# Okabe and Ito's colours, then those that lie farthest from them (CIELAB) in normal, protan, deutan and tritan vision.
 _STYLES: Dict[str, Style] = {
     "F16": Style("#000000", "s"),
     "K8V8": Style("#0072B2", "o"),
@@ -31,6 +48,10 @@ _STYLES: Dict[str, Style] = {
     "K8V5": Style("#E69F00", "P"),
     "K5V4": Style("#56B4E9", "X"),
     "K5V5": Style("#7F6A00", "h"),
+    "K6V5": Style("#6600CC", (5, 1, 0), (0, (6, 1.5, 1, 1.5))),
+    "K6V3": Style("#803020", (4, 1, 0), (0, (2, 1))),
+    "K6V6": Style("#0000A6", "d", (0, (5, 1))),
+    "K3V3": Style("#800055", "8", (0, (1, 2))),
     "F16 fused": Style("#777777", "s"),
 }
 # The unpatched release beside ours: the colour of the same types, dotted.
@@ -38,18 +59,301 @@ _UPSTREAM: Dict[str, Style] = {
     "upstream F16": Style("#000000", "s", ":", False),
     "upstream K8V4": Style("#D55E00", "D", ":", False),
 }
-_SPARE = [
-    Style(c, m)
-    for m, c in zip(
-        ["p", "*", "<", ">", "d", "H", "8"],
-        ["#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F6A00"],
-    )
-]
+# The other presets: the marker says the keys' bits, colour and line say the values'. None of these markers is above.
+_KEY_MARKERS: Dict[int, Any] = {
+    32: "*", 16: (8, 1, 0), 8: ">", 6: "<", 5: "p", 4: (4, 1, 45), 3: (3, 1, 0), 2: (3, 1, 180),
+}  # fmt: skip
+_VALUE_LOOKS: Dict[int, Tuple[str, Any]] = {
+    32: ("#777777", "-"),
+    16: ("#56B4E9", "-"),
+    8: ("#0072B2", (0, (7, 2))),
+    6: ("#009E73", (0, (1, 1))),
+    5: ("#E69F00", (0, (4, 1.5, 1, 1.5))),
+    4: ("#D55E00", "--"),
+    3: ("#CC79A7", (0, (3, 1, 1, 1, 1, 1))),
+    2: ("#7F6A00", ":"),
+}
+_PRESET = re.compile(r"K(32|16|8|[2-6])V(32|16|8|[2-6])")
 
 
-def style(config: str, position: int = 0) -> Style:
-    """The look of a configuration; ``position`` picks one for a label that has none of its own."""
-    return _STYLES.get(config) or _UPSTREAM.get(config) or _SPARE[position % len(_SPARE)]
+def style(config: str) -> Style:
+    """The look of a configuration: the same label looks the same in every figure and every run.
+
+    Presets differ from each other in marker or line. Other labels (SPECs by layer, upstream's types) get a look by
+    their checksum, so that two of them may share one.
+    """
+    known = _STYLES.get(config) or _UPSTREAM.get(config)
+    if known is not None:
+        return known
+    preset = _PRESET.fullmatch(config)
+    if preset is not None:
+        color, line = _VALUE_LOOKS[int(preset.group(2))]
+        return Style(color, _KEY_MARKERS[int(preset.group(1))], line)
+    n = zlib.crc32(config.encode())
+    looks, markers = list(_VALUE_LOOKS.values()), list(_KEY_MARKERS.values())
+    return Style(looks[n % 8][0], markers[n // 8 % 8], looks[n // 64 % 8][1])
+
+
+def _luminance(color: Any) -> float:
+    """Relative luminance, WCAG 2.2."""
+    from matplotlib.colors import to_rgb
+
+    lin = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return 0.2126 * lin[0] + 0.7152 * lin[1] + 0.0722 * lin[2]
+
+
+def ink(color: str) -> str:
+    """The colour, darkened until text in it has the contrast on white that small text needs: 4.5 to 1 (WCAG 2.2)."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    r, g, b = to_rgb(color)
+    while 1.05 / (_luminance((r, g, b)) + 0.05) < 4.5:
+        r, g, b = 0.95 * r, 0.95 * g, 0.95 * b
+    return str(to_hex((r, g, b)))
+
+
+# ---- figures and their files
+
+#: ids without chance: the same numbers give the same file.
+RC: Any = {"svg.hashsalt": "kvsplit", "hatch.linewidth": 0.7}
+FORMATS = ("png", "svg", "pdf")
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+# Verdana is as wide as the font that figures are laid out with; the others are narrower, so nothing collides.
+_FONTS = "'DejaVu Sans', Verdana, Arial, sans-serif"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, inches; nothing of it needs a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width, height), dpi=160, layout="constrained")
+    fig.get_layout_engine().set(w_pad=0.07, h_pad=0.07)  # type: ignore[union-attr, call-arg]
+    FigureCanvasAgg(fig)
+    return fig
+
+
+@dataclass
+class Chart:
+    """A figure of one model.
+
+    Attributes:
+        name: no other chart of one call of :func:`charts` has it; the start of ids in a page.
+        title, note: what stands above the figure; the note names texts, sample sizes, and what is missing.
+        figure: matplotlib's Figure.
+        records: what is drawn, one flat object a mark. Sizes in MiB, KL divergences in nats, times as rows have them.
+        alt: a sentence for those who don't see it, with numbers.
+        hover: texts by ``gid`` of the mark.
+        kind: of which figure it is one, a key of :data:`kvsplit.figures.FIGURES`.
+        model: file name of the model.
+    """
+
+    name: str
+    title: str
+    note: str
+    figure: Any
+    records: List[Dict[str, Any]]
+    alt: str
+    hover: Dict[str, str] = field(default_factory=dict)
+    kind: str = ""
+    model: str = ""
+
+    def svg(self, *, text: bool = True) -> str:
+        """The figure as an ``<svg>`` element for HTML, as wide as its surroundings.
+
+        Marks with a text in :attr:`hover` have it as ``<title>``, the class ``has-data``, and take the focus.
+
+        Args:
+            text: keep text as text, that can be found and read aloud; False draws letters as shapes.
+        """
+        return self._svg(text=text, page=True)
+
+    def _svg(self, *, text: bool, page: bool) -> str:
+        import matplotlib
+
+        out = io.StringIO()
+        settings: Any = {**RC, "svg.fonttype": "none" if text else "path"}
+        with matplotlib.rc_context(settings):
+            self.figure.savefig(out, format="svg", metadata={"Date": None})
+        ET.register_namespace("", _SVG)
+        ET.register_namespace("xlink", _XLINK)
+        root = ET.fromstring(out.getvalue())
+        for child in [c for c in root if c.tag.endswith("metadata")]:
+            root.remove(child)
+        _lighten(root, self.name, set(self.hover))
+        for e in list(root.iter()):
+            if "font" in e.attrib.get("style", ""):
+                # matplotlib writes the shorthand or the family alone, by version
+                e.set("style", re.sub(r"(font-family: |font: [^;]*?px )[^;]*", rf"\1{_FONTS}", e.attrib["style"]))
+            gid = e.attrib.get("id", "")[len(self.name) + 1 :]
+            if gid in self.hover:
+                e.set("class", "has-data")
+                if page:
+                    e.set("tabindex", "0")
+                title = ET.Element(f"{{{_SVG}}}title")
+                title.text = self.hover[gid]
+                e.insert(0, title)
+        root.set("role", "img")
+        root.set("aria-label", self.alt)
+        if page:
+            root.set("width", "100%")
+            root.attrib.pop("height", None)
+        return ET.tostring(root, encoding="unicode") + "\n"
+
+    def data(self, command: str = "", sources: Sequence[Mapping[str, str]] = ()) -> Dict[str, Any]:
+        """What lies beside the figure: its data, the files of its rows, and the command that draws it."""
+        return {
+            "figure": self.kind or self.name,
+            "model": self.model,
+            "title": self.title,
+            "note": self.note,
+            "alt": self.alt,
+            "command": command,
+            "rows": [dict(s) for s in sources],
+            "data": self.records,
+        }
+
+    def paths(self, folder: Path, stem: str, formats: Sequence[str] = ("png", "svg")) -> List[Path]:
+        """The files that :meth:`save` writes: a figure a format, then the JSON with the data."""
+        base = f"{stem}-{self.name}" if stem else self.name
+        return [folder / f"{base}.{ext}" for ext in (*formats, "json")]
+
+    def save(
+        self,
+        folder: Path,
+        stem: str,
+        formats: Sequence[str] = ("png", "svg"),
+        command: str = "",
+        *,
+        sources: Sequence[Mapping[str, str]] = (),
+        replace: bool = False,
+    ) -> List[Path]:
+        """Write ``STEM-NAME.FORMAT`` for each format, and ``STEM-NAME.json`` with the data.
+
+        Args:
+            folder: made if it isn't there.
+            stem: how the files' names begin; may be empty.
+            formats: of :data:`FORMATS`.
+            command: that draws the figure, for the record.
+            sources: for each file of rows its ``file`` and ``sha256``, for the record.
+            replace: write over files that are there.
+
+        Returns:
+            The files written, the JSON last.
+
+        Raises:
+            UsageError: a format is unknown, or a file is there; nothing is written then.
+            CacheFolderError: the folder can't be written.
+        """
+        unknown = [f for f in formats if f not in FORMATS]
+        if unknown:
+            raise UsageError(f"--format: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+        paths = self.paths(folder, stem, formats)
+        there = [] if replace else [p for p in paths if p.exists()]
+        if there:
+            raise UsageError(f"--out: {there[0]} is there already; choose another folder, or --replace it")
+        data = json.dumps(self.data(command, sources), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in paths[:-1]:
+                _write(path, self._drawn(path.suffix[1:]))
+            _write(paths[-1], data.encode())
+        except OSError as e:
+            raise CacheFolderError(f"--out: {folder} can't be written ({e.strerror or e})") from None
+        return paths
+
+    def _drawn(self, form: str) -> bytes:
+        import matplotlib
+
+        if form == "svg":
+            return b'<?xml version="1.0" encoding="utf-8"?>\n' + self._svg(text=False, page=False).encode()
+        out = io.BytesIO()
+        with matplotlib.rc_context(RC):
+            self.figure.savefig(out, format=form, metadata={"CreationDate": None} if form == "pdf" else None)
+        return out.getvalue()
+
+
+def _lighten(root: ET.Element, name: str, kept: Set[str]) -> None:
+    """Take out of an SVG what is half of it and nobody sees, and begin the ids that stay with ``name-``.
+
+    That is: ids that nothing refers to, long ids, decimals below a hundredth of a point, indentation, and styles of a
+    mark that its shape has already.
+    """
+    used: Dict[str, str] = {}
+    for e in root.iter():
+        for key, value in e.attrib.items():
+            for found in re.findall(r"#([\w.-]+)", value) if key != "id" else ():
+                used.setdefault(found, f"{name}-{len(used):x}")
+    new = {e.attrib["id"]: used.get(e.attrib["id"], "") for e in root.iter() if "id" in e.attrib}
+    new.update({gid: f"{name}-{gid}" for gid in kept})
+    styles = {e.attrib["id"]: e.attrib.get("style", "") for e in root.iter() if "id" in e.attrib}
+
+    def rounded(found: "re.Match[str]") -> str:
+        return f"{float(found.group()):.2f}"
+
+    for e in root.iter():
+        if e.tag == f"{{{_SVG}}}use" and "style" in e.attrib:
+            shape = styles.get(e.attrib.get(f"{{{_XLINK}}}href", "#")[1:], "").split("; ")
+            rest = [part for part in e.attrib.pop("style").split("; ") if part not in shape]
+            if rest:
+                e.set("style", "; ".join(rest))
+        for key, value in list(e.attrib.items()):
+            if key == "id":
+                value = new[value]
+                if not value:
+                    del e.attrib[key]
+                    continue
+            elif "#" in value:
+                value = re.sub(r"#([\w.-]+)", lambda m: f"#{new.get(m.group(1)) or m.group(1)}", value)
+            if key in ("d", "x", "y"):
+                value = " ".join(re.sub(r"-?\d+\.\d{3,}", rounded, value).split())
+            elif key == "transform" and "scale" not in value:
+                value = re.sub(r"-?\d+\.\d{3,}", rounded, value)
+            e.set(key, value)
+        if e.text is not None and not e.text.strip():
+            e.text = None
+        e.tail = "\n" if e.tail is not None and not e.tail.strip() else e.tail
+
+
+def charts(rows: Sequence[Row], names: Optional[Sequence[str]] = None, *, title: Optional[str] = None) -> List[Chart]:
+    """Every figure that rows have data for, model by model in the order of first appearance.
+
+    Args:
+        rows: of any kinds, runs and models; a later row of the same measurement replaces an earlier one.
+        names: of :data:`kvsplit.figures.FIGURES`; None draws all.
+        title: stands in the figures' titles instead of the model's file name.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+    from kvsplit import figures
+
+    return figures.draw(rows, names, title)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in one step: a reader sees the old one or the whole new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _save_figure(fig: Any, output: Union[str, "os.PathLike[str]"]) -> None:
+    """Write a figure, replacing the file if it is there; the ending says the format."""
+    import matplotlib
+
+    path = Path(output)
+    form = path.suffix.lstrip(".") or "png"
+    out = io.BytesIO()
+    with matplotlib.rc_context(RC):
+        fig.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
+    _write(path, out.getvalue())
+
+
+# ---- parts of figures
 
 
 def pareto(points: Sequence[Tuple[float, float]]) -> List[int]:
@@ -62,7 +366,10 @@ def pareto(points: Sequence[Tuple[float, float]]) -> List[int]:
 
 
 def _place_labels(fig: Any, ax: Any, texts: List[Any], points: List[Tuple[float, float]]) -> None:
-    """Move labels, in a fixed order of tries, until none covers another, a point, or the frame."""
+    """Move labels, in a fixed order of tries, until none covers another, a point, the legend, or the frame.
+
+    Those that find no place are hidden.
+    """
     from matplotlib.transforms import Bbox
 
     renderer = fig.canvas.get_renderer()
@@ -72,7 +379,13 @@ def _place_labels(fig: Any, ax: Any, texts: List[Any], points: List[Tuple[float,
     tries = [(9, 5, "left", "bottom"), (9, -5, "left", "top"), (-9, 5, "right", "bottom"), (-9, -5, "right", "top")]
     tries += [(0, 12, "center", "bottom"), (0, -12, "center", "top"), (9, 22, "left", "bottom")]
     tries += [(-9, 22, "right", "bottom"), (9, -22, "left", "top"), (-9, -22, "right", "top")]
-    for text in texts:
+    tries += [(dx, dy, ha, "center") for dy in (0, 36, -36, 50, -50) for dx, ha in ((12, "left"), (-12, "right"))]
+    if ax.get_legend() is not None:
+        taken.append(ax.get_legend().get_window_extent(renderer))
+    # in a crowd a name far from its point could be anybody's; the best trade-offs choose first
+    tries = tries[:6] + tries[10:12] if len(texts) > FEW else tries
+    best = {points[i] for i in pareto(points)}
+    for text in sorted(texts, key=lambda t: (t.xy not in best, t.xy[0], -t.xy[1])):
         for dx, dy, ha, va in tries:
             text.xyann = (dx, dy)
             text.set_ha(ha)
@@ -80,8 +393,128 @@ def _place_labels(fig: Any, ax: Any, texts: List[Any], points: List[Tuple[float,
             box = text.get_window_extent(renderer)
             inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
             if inside and not any(box.overlaps(t) for t in taken):
+                taken.append(box)
                 break
-        taken.append(text.get_window_extent(renderer))
+        else:
+            text.set_visible(False)
+
+
+#: Points whose labels have room for more than a name.
+FEW = 9
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration in the plane of memory and quality: MiB, nats per token, share saved (0..1)."""
+
+    config: str
+    mib: float
+    kld: float
+    kld_se: float = 0.0
+    saving: float = 0.0
+    is_f16: bool = False
+    gid: Optional[str] = None
+
+
+def tradeoff_panel(
+    ax: Any,
+    points: Sequence[Point],
+    floor: Optional[float],
+    *,
+    labels: bool = True,
+    size: float = 8,
+    scale: Sequence[Point] = (),
+) -> List[Any]:
+    """Draw memory against KL divergence and return the labels, for :func:`_place_labels` once the layout is known.
+
+    Args:
+        ax: where.
+        points: at least one.
+        floor: KL divergence of f16 against itself.
+        labels: name the points.
+        size: of the markers, points.
+        scale: what the vertical axis has to have room for; the points where it is empty.
+    """
+    xy = [(p.mib, p.kld) for p in points]
+    front = pareto(xy)
+    if len(front) > 1:
+        ax.plot([xy[i][0] for i in front], [xy[i][1] for i in front], color="#999999", lw=1.2, zorder=1,
+                label="best trade-off")  # fmt: skip
+    if floor is not None:
+        ax.axhline(floor, color="#000000", lw=0.9, ls=(0, (4, 3)), zorder=1)
+    texts = []
+    for p in points:
+        st = style(p.config)
+        if p.kld_se:
+            ax.errorbar(p.mib, p.kld, yerr=p.kld_se, fmt="none", ecolor=st.color, capsize=size / 3, elinewidth=1.2,
+                        zorder=3)  # fmt: skip
+        ax.plot(
+            [p.mib], [p.kld], marker=st.marker, color=st.color, ms=st.size(size), ls="none", zorder=3,
+            markeredgecolor="white", markeredgewidth=0.8, clip_on=False, gid=p.gid,
+        )  # fmt: skip
+        if labels:
+            saved = f"  ({100 * p.saving:.0f} % less)" if p.saving and len(points) <= FEW else ""
+            texts.append(
+                ax.annotate(
+                    f"{p.config}{saved}", (p.mib, p.kld), xytext=(9, 5), textcoords="offset points",
+                    color=ink(st.color), fontsize=9, fontweight="bold", zorder=4,
+                )
+            )  # fmt: skip
+    scale = scale or points
+    top = max(p.kld + p.kld_se for p in scale) or 1e-3
+    # f16 stands at its own floor, whatever the scale
+    positive = [p.kld for p in scale if p.kld > 0 and not p.is_f16]
+    if positive and max(positive) / min(positive) > 50:
+        ax.set_yscale("symlog", linthresh=min(positive), linscale=0.5)
+        ax.set_ylim(-0.03 * min(positive), top * 2)
+        decades = range(math.ceil(math.log10(min(positive))), math.floor(math.log10(top * 2)) + 1)
+        ax.set_yticks([0, *(10.0**e for e in decades)])
+    else:
+        ax.set_ylim(-0.03 * top, top * 1.15)
+    ax.set_xlim(0, max(p.mib for p in points) * 1.08)
+    plain(ax)
+    return texts
+
+
+def plain(ax: Any, *, grid: str = "both") -> None:
+    """No frame at the top and the right, and a light grid behind the data."""
+    ax.grid(True, axis=grid, color="#e4e4e4", lw=0.7)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color("#888888")
+    ax.tick_params(color="#888888", labelsize=8.5)
+
+
+def spread(wanted: Sequence[float], gap: float) -> List[float]:
+    """Places in ascending order that lie ``gap`` apart or more, as near to the wanted ones as can be.
+
+    Least squares under these constraints: isotonic regression of what is left when the gaps are taken off, by pooling
+    adjacent violators.
+    """
+    pools: List[Tuple[float, int]] = []  # mean, how many
+    for i, w in enumerate(wanted):
+        mean, n = w - i * gap, 1
+        while pools and pools[-1][0] >= mean:
+            before, m = pools.pop()
+            mean, n = (before * m + mean * n) / (m + n), m + n
+        pools.append((mean, n))
+    flat = [mean for mean, n in pools for _ in range(n)]
+    return [f + i * gap for i, f in enumerate(flat)]
+
+
+def name_ends(fig: Any, ax: Any, ends: Sequence[Tuple[str, float, float]], fontsize: float = 9) -> None:
+    """Name lines at their right ends (configuration, x, y), one below the other, so that no legend is needed."""
+    placed = sorted((float(ax.transData.transform((x, y))[1]), name, x, y) for name, x, y in ends)
+    pixels = spread([p[0] for p in placed], 1.3 * fontsize * fig.dpi / 72)
+    for (_, name, x, y), pixel in zip(placed, pixels):
+        place = float(ax.transAxes.inverted().transform((0, pixel))[1])
+        ax.annotate(
+            name, (x, y), xytext=(1.03, place), textcoords=ax.transAxes, color=ink(style(name).color),
+            fontsize=fontsize, fontweight="bold", va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#bbbbbb", "shrinkA": 0, "shrinkB": 5},
+        )  # fmt: skip
 
 
 def memory_quality(
@@ -102,74 +535,32 @@ def memory_quality(
     Returns:
         The files written; none if there is nothing to draw.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     pts = [s for s in summaries if s.kv_bytes is not None and s.kld is not None]
     if not pts:
         return []
-    xy = [(float(s.kv_mib or 0), float(s.kld or 0)) for s in pts]
-    floor: Optional[float] = next((s.kld_floor for s in pts if s.kld_floor is not None), None)
-
-    fig = Figure(figsize=(7.2, 4.6), dpi=160, layout="constrained")
-    canvas: Any = FigureCanvasAgg(fig)
-    ax = fig.add_subplot()
-    front = pareto(xy)
-    if len(front) > 1:
-        ax.plot(
-            [xy[i][0] for i in front],
-            [xy[i][1] for i in front],
-            color="#999999",
-            lw=1.2,
-            zorder=1,
-            label="best trade-off",
+    points = [
+        Point(
+            s.config, float(s.kv_mib or 0), float(s.kld or 0), s.kld_se or 0.0, s.saving or 0.0,
+            (s.kvq_key, s.kvq_val) == ("f16", "f16"),
         )
-    if floor is not None:
-        ax.axhline(floor, color="#000000", lw=0.9, ls=(0, (4, 3)), zorder=1)
-    texts = []
-    for i, (s, (x, y)) in enumerate(zip(pts, xy)):
-        st = style(s.config, i)
-        ax.errorbar(
-            x, y, yerr=s.kld_se or None, fmt=st.marker, color=st.color, ms=8, capsize=3, elinewidth=1.2, zorder=3,
-            markeredgecolor="white", markeredgewidth=0.8,
-            clip_on=False,
-        )  # fmt: skip
-        saved = "" if not s.saving else f"  ({100 * s.saving:.0f} % less)"
-        texts.append(
-            ax.annotate(
-                f"{s.config}{saved}", (x, y), xytext=(9, 5), textcoords="offset points", color=st.color, fontsize=9.5,
-                fontweight="bold", zorder=4,
-            )
-        )  # fmt: skip
-
-    top = max(y + (s.kld_se or 0) for s, (_, y) in zip(pts, xy))
-    # f16 stands at its own floor, whatever the scale
-    positive = [y for s, (_, y) in zip(pts, xy) if y > 0 and (s.kvq_key, s.kvq_val) != ("f16", "f16")]
-    if positive and max(positive) / min(positive) > 50:
-        ax.set_yscale("symlog", linthresh=min(positive), linscale=0.5)
-        ax.set_ylim(-0.03 * min(positive), top * 1.6)
-    else:
-        ax.set_ylim(-0.03 * (top or 1e-3), (top or 1e-3) * 1.15)
-    ax.set_xlim(0, max(x for x, _ in xy) * 1.08)
+        for s in pts
+    ]  # fmt: skip
+    floor: Optional[float] = next((s.kld_floor for s in pts if s.kld_floor is not None), None)
+    fig = new_figure(7.2, 4.6)
+    ax = fig.add_subplot()
+    texts = tradeoff_panel(ax, points, floor)
     n_ctx = next((s.n_ctx for s in pts if s.n_ctx), None)
     ax.set_xlabel(f"KV cache (MiB{f', {n_ctx} tokens' if n_ctx else ''})")
     ax.set_ylabel("mean KL divergence from f16 (nats per token)")
     fig.suptitle(f"KV cache memory against quality: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
     if note:
         ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
-    ax.grid(True, color="#e4e4e4", lw=0.7)
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
     if floor is not None:
-        ax.annotate(
-            f"f16 against itself: {floor:.6f}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, 4),
-            textcoords="offset points", fontsize=8.5, color="#000000", va="bottom",
-        )  # fmt: skip
-    if len(front) > 1:
+        name_floor(ax, floor)
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="upper right", frameon=False, fontsize=8.5)
-    canvas.draw()
-    _place_labels(fig, ax, texts, xy)
+    fig.canvas.draw()
+    _place_labels(fig, ax, texts, [(p.mib, p.kld) for p in points])
 
     written: List[Path] = []
     for out in outputs:
@@ -180,12 +571,102 @@ def memory_quality(
     return written
 
 
+def name_floor(ax: Any, floor: float) -> None:
+    """Say beside its line what the KL divergence of f16 against itself is."""
+    ax.annotate(
+        f"f16 against itself: {short_number(floor)}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, 4),
+        textcoords="offset points", fontsize=8, color="#000000", va="bottom",
+    )  # fmt: skip
+
+
 def short_number(value: float, decimals: int = 6) -> str:
     """Three digits that count, and no more than so many decimals: ``0.0121``, ``1.23``, ``0.000341``."""
     if abs(value) < 0.5 * 10**-decimals:
         return "0"
     digits = min(decimals, max(0, 2 - math.floor(math.log10(abs(value)))))
     return f"{value:.{digits}f}"
+
+
+def on(color: Any) -> str:
+    """Black or white, whichever is readable on a colour."""
+    from matplotlib.colors import to_rgb
+
+    r, g, b = to_rgb(color)
+    return "white" if 0.299 * r + 0.587 * g + 0.114 * b < 0.5 else "black"
+
+
+#: Cells that weren't measured.
+MISSING: Dict[str, Any] = {
+    "facecolor": "white", "edgecolor": "#bbbbbb", "linewidth": 0.5, "hatch": "////", "zorder": 2,
+}  # fmt: skip
+
+
+def pair_panel(
+    fig: Any,
+    ax: Any,
+    keys: Sequence[int],
+    values: Sequence[int],
+    cells: Mapping[Tuple[int, int], Optional[float]],
+    axis: Mapping[int, Tuple[str, float]],
+    gids: Mapping[Tuple[int, int], str],
+    fontsize: float = 9.5,
+) -> None:
+    """Draw KL divergences by bits of keys (downwards) and values (to the right), with the bar of their colours.
+
+    Pairs that are not in ``cells`` are hatched; None stands for NaN.
+    """
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Rectangle
+
+    # f16 against itself is 0 but for rounding: it would stretch the scale over decades that nothing else uses
+    shown = [v for k, v in cells.items() if v is not None and v > 0 and k != (16, 16)]
+    low, high = (min(shown), max(shown)) if shown else (1e-3, 1.0)
+    norm = LogNorm(low, high if high > low else low * 10)
+    cmap = matplotlib.colormaps["cividis_r"]
+    for row, k in enumerate(keys):
+        for col, v in enumerate(values):
+            box: Dict[str, Any] = {"edgecolor": "white", "linewidth": 1.5, "facecolor": "white"}
+            color, text = "#333333", ""
+            if (k, v) not in cells:
+                box.update(MISSING)
+            elif (value := cells[k, v]) is None:
+                box.update(edgecolor="#333333", linewidth=0.8, hatch="xx", zorder=2)
+                text = "NaN"
+            else:
+                text = short_number(value, 5)  # more doesn't fit
+                if value > 0:
+                    box["facecolor"] = cmap(norm(max(value, low)))[:3]
+                    color = on(box["facecolor"])
+                else:
+                    box.update(edgecolor="#bbbbbb", linewidth=0.8, zorder=2)
+            ax.add_patch(Rectangle((col, row), 1, 1, gid=gids.get((k, v)), **box))
+            if not text:
+                continue
+            pad = {"facecolor": "white", "edgecolor": "none"}
+            ax.text(
+                col + 0.5, row + 0.45, text, ha="center", va="center", fontsize=fontsize, color=color,
+                fontweight="bold", bbox={**pad, "pad": 1.5} if text == "NaN" else None,
+            )  # fmt: skip
+            ax.text(
+                col + 0.5, row + 0.78, f"{(axis[k][1] + axis[v][1]) / 2:g} bits", ha="center", va="center",
+                fontsize=7, color=color, bbox={**pad, "pad": 1.0} if text == "NaN" else None,
+            )  # fmt: skip
+    ax.set_xlim(0, len(values))
+    ax.set_ylim(len(keys), 0)
+    ax.set_aspect("equal")
+    ax.set_xticks([i + 0.5 for i in range(len(values))], [f"V{b}\n{axis[b][0]}" for b in values])
+    ax.set_yticks([i + 0.5 for i in range(len(keys))], [f"K{b}\n{axis[b][0]}" for b in keys])
+    ax.tick_params(length=0, labelsize=9)
+    ax.set_xlabel("values")
+    ax.set_ylabel("keys")
+    for side in ax.spines.values():
+        side.set_visible(False)
+    bar = fig.colorbar(ScalarMappable(norm, cmap), ax=ax, shrink=0.8, pad=0.02)
+    bar.set_label("mean KLD from f16 (nats per token)", fontsize=9)
+    bar.ax.tick_params(labelsize=8.5)
+    bar.outline.set_visible(False)
 
 
 def pair_heat_map(
@@ -208,80 +689,13 @@ def pair_heat_map(
         model: name for the title.
         note: one line below the title.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    bits = list(axis)
-    n = len(bits)
-    # f16 against itself is 0 but for rounding: it would stretch the scale over decades that nothing else uses
-    shown = [v for k, v in cells.items() if v is not None and v > 0 and k != (16, 16)]
-    low, high = (min(shown), max(shown)) if shown else (1e-3, 1.0)
-    norm = LogNorm(low, high if high > low else low * 10)
-    cmap = matplotlib.colormaps["cividis_r"]
-
-    # ids without chance and no date: the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "kvsplit", "hatch.linewidth": 0.7}):
-        fig = Figure(figsize=(7.6, 6.4), dpi=160, layout="constrained")
-        FigureCanvasAgg(fig)
-        ax = fig.add_subplot()
-        for row, k in enumerate(bits):
-            for col, v in enumerate(bits):
-                box: Dict[str, Any] = {"edgecolor": "white", "linewidth": 1.5, "facecolor": "white"}
-                ink, text = "#333333", ""
-                if (k, v) not in cells:
-                    box.update(edgecolor="#bbbbbb", linewidth=0.5, hatch="////", zorder=2)
-                elif (value := cells[k, v]) is None:
-                    box.update(edgecolor="#333333", linewidth=0.8, hatch="xx", zorder=2)
-                    text = "NaN"
-                else:
-                    text = short_number(value, 5)  # more doesn't fit
-                    if value > 0:
-                        r, g, b, _ = box["facecolor"] = cmap(norm(max(value, low)))
-                        ink = "white" if 0.299 * r + 0.587 * g + 0.114 * b < 0.5 else "black"
-                    else:
-                        box.update(edgecolor="#bbbbbb", linewidth=0.8, zorder=2)
-                ax.add_patch(Rectangle((col, row), 1, 1, **box))
-                if not text:
-                    continue
-                ax.text(
-                    col + 0.5, row + 0.45, text, ha="center", va="center", fontsize=9.5, color=ink, fontweight="bold",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5} if text == "NaN" else None,
-                )  # fmt: skip
-                ax.text(
-                    col + 0.5, row + 0.78, f"{(axis[k][1] + axis[v][1]) / 2:g} bits", ha="center", va="center",
-                    fontsize=7, color=ink,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0} if text == "NaN" else None,
-                )  # fmt: skip
-        ax.set_xlim(0, n)
-        ax.set_ylim(n, 0)
-        ax.set_aspect("equal")
-        middle = [i + 0.5 for i in range(n)]
-        ax.set_xticks(middle, [f"V{b}\n{axis[b][0]}" for b in bits])
-        ax.set_yticks(middle, [f"K{b}\n{axis[b][0]}" for b in bits])
-        ax.tick_params(length=0, labelsize=9)
-        ax.set_xlabel("values")
-        ax.set_ylabel("keys")
-        for side in ax.spines.values():
-            side.set_visible(False)
-        bar = fig.colorbar(ScalarMappable(norm, cmap), ax=ax, shrink=0.8, pad=0.02)
-        bar.set_label("mean KL divergence from f16 (nats per token)")
-        bar.outline.set_visible(False)
-        fig.suptitle(f"Quality of every pair of widths: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
-        if note:
-            ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
-        path = Path(output)
-        part = path.with_name(f".{path.name}.part")
-        form = path.suffix.lstrip(".") or "png"
-        try:
-            with open(part, "wb") as f:
-                fig.savefig(f, format=form, metadata={"Date": None} if form == "svg" else None)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+    fig = new_figure(7.6, 6.4)
+    ax = fig.add_subplot()
+    pair_panel(fig, ax, list(axis), list(axis), cells, axis, {})
+    fig.suptitle(f"Quality of every pair of widths: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+    if note:
+        ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+    _save_figure(fig, output)
 
 
 def decode_depth(
@@ -301,69 +715,41 @@ def decode_depth(
         model: name for the title.
         note: one line below the title.
     """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-    # ids without chance and no date: the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "kvsplit"}):
-        fig = Figure(figsize=(7.6, 4.8), dpi=160, layout="constrained")
-        canvas: Any = FigureCanvasAgg(fig)
-        ax = fig.add_subplot()
-        ends: List[Tuple[str, float, float]] = []
-        for i, (name, pts) in enumerate(series.items()):
-            st = style(name, i)
-            xs, ys = [p[0] for p in pts], [p[1] for p in pts]
-            below, above = [p[1] - p[2] for p in pts], [p[3] - p[1] for p in pts]
-            ax.errorbar(
-                xs, ys, yerr=[below, above], marker=st.marker, color=st.color, ls=st.line, ms=6.5, lw=1.5, capsize=3,
-                elinewidth=1.1, markerfacecolor=st.color if st.filled else "white", markeredgecolor=st.color,
-                zorder=3, label=name,
-            )  # fmt: skip
-            ends.append((name, xs[-1], ys[-1]))
-        depths = sorted({p[0] for pts in series.values() for p in pts})
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xticks(depths, [f"{d // 1024}k" if d and d % 1024 == 0 else str(d) for d in depths])
-        speeds = [v for pts in series.values() for p in pts for v in p[1:]]
-        low, high = min(speeds) / 1.15, max(speeds) * 1.15
-        ticks = [m * 10**e for e in range(-3, 6) for m in (1, 2, 3, 5, 7) if low <= m * 10**e <= high]
-        ax.set_ylim(low, high)
-        ax.set_yticks(ticks)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.set_xlim(depths[0] / 1.1, depths[-1] * 1.1)
-        ax.set_xlabel("tokens in the cache")
-        ax.set_ylabel("decoding (tokens per second)")
-        fig.suptitle(f"Decode speed over depth: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
-        if note:
-            ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
-        ax.grid(True, color="#e4e4e4", lw=0.7)
-        ax.set_axisbelow(True)
-        for side in ("top", "right"):
-            ax.spines[side].set_visible(False)
+    fig = new_figure(7.6, 4.8)
+    ax = fig.add_subplot()
+    ends: List[Tuple[str, float, float]] = []
+    for name, pts in series.items():
+        st = style(name)
+        xs, ys = [p[0] for p in pts], [p[1] for p in pts]
+        below, above = [p[1] - p[2] for p in pts], [p[3] - p[1] for p in pts]
+        ax.errorbar(
+            xs, ys, yerr=[below, above], marker=st.marker, color=st.color, ls=st.line, ms=st.size(6.5), lw=1.5,
+            capsize=3, elinewidth=1.1, markerfacecolor=st.color if st.filled else "white", markeredgecolor=st.color,
+            zorder=3, label=name,
+        )  # fmt: skip
+        ends.append((name, xs[-1], ys[-1]))
+    depths = sorted({p[0] for pts in series.values() for p in pts})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(depths, [f"{d // 1024}k" if d and d % 1024 == 0 else str(d) for d in depths])
+    speeds = [v for pts in series.values() for p in pts for v in p[1:]]
+    low, high = min(speeds) / 1.15, max(speeds) * 1.15
+    ticks = [m * 10**e for e in range(-3, 6) for m in (1, 2, 3, 5, 7) if low <= m * 10**e <= high]
+    ax.set_ylim(low, high)
+    ax.set_yticks(ticks)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlim(depths[0] / 1.1, depths[-1] * 1.1)
+    ax.set_xlabel("tokens in the cache")
+    ax.set_ylabel("decoding (tokens per second)")
+    fig.suptitle(f"Decode speed over depth: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+    if note:
+        ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
+    plain(ax)
 
-        canvas.draw()
-        # names one below the other, each as near to the end of its line as the others let it
-        to_pixel, line = ax.transData, 12 * fig.dpi / 72
-        taken = -math.inf
-        for pixel, name, x, y in sorted((float(to_pixel.transform((x, y))[1]), name, x, y) for name, x, y in ends):
-            taken = max(pixel, taken + line)
-            place = float(to_pixel.inverted().transform((0, taken))[1])
-            ax.annotate(
-                name, (x, y), xytext=(1.02, place), textcoords=ax.get_yaxis_transform(),
-                color=style(name, list(series).index(name)).color, fontsize=9, fontweight="bold", va="center",
-                annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#bbbbbb", "shrinkA": 0, "shrinkB": 5},
-            )  # fmt: skip
-        path = Path(output)
-        part = path.with_name(f".{path.name}.part")
-        form = path.suffix.lstrip(".") or "png"
-        try:
-            with open(part, "wb") as f:
-                fig.savefig(f, format=form, metadata={"Date": None} if form == "svg" else None)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+    fig.canvas.draw()
+    name_ends(fig, ax, ends)
+    _save_figure(fig, output)

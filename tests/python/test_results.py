@@ -335,10 +335,13 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synth_model: Any) ->
     monkeypatch.setattr(bench.probe, "kv_cache", kv_cache)
     record = json.loads((DATA / "llama_bench.jsonl").read_text(encoding="utf-8").splitlines()[0])
 
+    drift = iter(range(7, 1000))
+
     def speeds(model: Path, quants: Any, plan: Any) -> Any:
         info = {**record, "type_k": quants[0].key, "type_v": quants[0].val, "n_depth": plan.n_depth}
         sizes = ((plan.n_prompt, 0), (0, plan.n_gen))
-        return [speed.Speed(quants[0], p, g, [2.0], [1.0], None, info) for p, g in sizes]
+        ts = [round(next(drift) / (1 + (p > 0)), 3) for p, g in sizes]
+        return [speed.Speed(quants[0], p, g, [t], [1e9 / t], None, info) for (p, g), t in zip(sizes, ts)]
 
     monkeypatch.setattr(bench.speed, "run", speeds)
 
@@ -372,6 +375,25 @@ def test_comparison_that_ends(staged: Any) -> None:
     run, told, out, _ = staged
     res = run()
     assert not told and all(f.is_file() for f in res.files) and len(res.rows) == 8 and out.is_dir()
+
+
+def test_every_number_of_a_comparison_is_in_a_row(staged: Any) -> None:
+    run, _, _, _ = staged
+    res = run(rounds=3)
+    (path,) = [f for f in res.files if f.suffix == ".jsonl"]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    names = {"decode_ts": "median_ts", "prefill_ts": "median_ts"}
+    checked = 0
+    for s in res.to_json()["configs"]:
+        mine = [r for r in rows if (r["kvq_key"], r["kvq_val"]) == (s["kvq_key"], s["kvq_val"])]
+        for name, value in s.items():
+            if isinstance(value, (int, float)):  # of three rounds the median is one
+                assert value in [r.get(names.get(name, name)) for r in mine], name
+                checked += 1
+        for name, value in (("decode_samples", s["decode_samples"]), ("prefill_samples", s["prefill_samples"])):
+            assert sorted(value) == sorted(x for r in mine for x in r.get("samples_ts", ())
+                                           if bool(r["n_gen"]) == (name == "decode_samples"))  # fmt: skip
+    assert checked >= 2 * 12
 
 
 def test_what_is_refused_leaves_no_folder(staged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
