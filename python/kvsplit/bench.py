@@ -112,7 +112,7 @@ class Options:
     seed: int = 1
 
 
-def parse_configs(texts: Sequence[str]) -> Tuple[KVQuant, ...]:
+def parse_configs(texts: Sequence[str], argument: str = "--config") -> Tuple[KVQuant, ...]:
     """Configurations from the command line.
 
     One text holds several: labels and presets by ``,`` (``F16,K8V4``), and pairs of SPECs ``KEY/VAL`` by
@@ -126,11 +126,11 @@ def parse_configs(texts: Sequence[str]) -> Tuple[KVQuant, ...]:
         for part in text.split(";"):
             for one in [part] if "/" in part else part.split(","):
                 if one.strip():
-                    q = KVQuant.from_text(one.strip(), "--config")
+                    q = KVQuant.from_text(one.strip(), argument)
                     if q not in out:
                         out.append(q)
     if not out:
-        raise UsageError("--config: names no configuration; write for example F16,K8V4")
+        raise UsageError(f"{argument}: names no configuration; write for example F16,K8V4")
     return tuple(out)
 
 

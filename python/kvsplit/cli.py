@@ -17,11 +17,7 @@ from rich.console import Console
 
 import kvsplit
 from kvsplit import _lock, models, native, runs, terminal, tools
-from kvsplit.commands import bench as commands_bench
-from kvsplit.commands import capture
-from kvsplit.commands import inspect as commands_inspect
-from kvsplit.commands import plot as commands_plot
-from kvsplit.commands import report as commands_report
+from kvsplit.commands import bench, capture, inspect, plot, report
 from kvsplit.errors import KVSplitError, NativeError, UsageError
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
@@ -39,9 +35,6 @@ _UsageError, _ClickException = (c for c in typer.BadParameter.__mro__ if c.__nam
 
 models_app = typer.Typer(help="Small models that a package index carries.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
-
-
-app.command("bench")(commands_bench.bench)
 
 
 # ---- memory
@@ -165,11 +158,11 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout instead of the table."),
 ) -> None:
     """Measure configurations side by side: KV memory, speed, perplexity and KL divergence; table, files, chart."""
-    from kvsplit import bench
+    from kvsplit import bench as engine
     from kvsplit import compare as cmp
 
     path = models.resolve(terminal.which_model(model, model_opt, "smollm2"))
-    configs = bench.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
+    configs = engine.parse_configs(config or [",".join(cmp.DEFAULT_CONFIGS)])
     opts = cmp.Options(configs, ctx, text, ppl_ctx, chunks, repeat, threads, quick, out)
     with runs.Progress() as progress:
         res = cmp.run(path, opts, command=runs.command_line(), step=progress.step, partial=_partial)
@@ -221,6 +214,15 @@ def show(res: Any) -> None:
         tell(f"wrote {f}", err=True)
 
 
+# ---- commands in files of their own
+
+app.command("bench")(bench.bench)
+app.command("plot")(plot.plot)
+app.command("report")(report.report)
+app.command("capture")(capture.capture)
+app.command("inspect")(inspect.inspect)
+
+
 # ---- run
 
 
@@ -270,14 +272,6 @@ def run(
     code = tools.exec_tool("llama-completion", [*args, *terminal.passed_on])
     if code:
         raise typer.Exit(code if code > 0 else 1)
-
-
-# ---- commands in files of their own
-
-app.command("capture")(capture.capture)
-app.command("inspect")(commands_inspect.inspect)
-app.command("plot")(commands_plot.plot)
-app.command("report")(commands_report.report)
 
 
 # ---- models

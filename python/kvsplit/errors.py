@@ -130,3 +130,11 @@ class ResultError(KVSplitError, ValueError):
 
 class NotFiniteError(ResultError):
     """A measurement gave NaN or infinity: attention broke down."""
+
+
+class CommandError(KVSplitError):
+    """The command can't be started; ``exit_code`` is 127 if it wasn't found and 126 if it can't be executed."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -265,7 +265,7 @@ def read_rows(path: Path) -> List[Row]:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise UsageError(f"--out: {path} can't be read ({e.strerror or e})") from None
+        raise UsageError(f"{path} can't be read ({e.strerror or e})") from None
     return _lines(data, path)[0]
 
 
@@ -438,7 +438,7 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
             continue
         p = r.provenance
         s = out.setdefault(
-            (p.model_sha256, r.seq_len, r.kvq_key, r.kvq_val),
+            (p.model_sha256, r.seq_len, r.config, r.kvq_key, r.kvq_val),
             Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v, p.model_filename, r.seq_len),
         )
         if r.kv_bytes is not None and (r.kind == "memory" or s.kv_bytes is None):

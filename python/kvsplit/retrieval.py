@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: Said in a haystack and asked for at its end. A completion, not a chat: base models and small ones can do it.
-#: Measured under f16 with five needles in 1024 to 4096 tokens: of ``The pass key of Oslo is 12345``, with one word
-#: that differs, SmolLM2-135M and Gemma-3-270M answer most questions with another needle's number; with three words
-#: that differ, right before the number, and the number said twice, they find it.
+#: Measured under f16 with five needles in 4096 tokens: of ``The pass key of Oslo is 12345``, where one word differs,
+#: SmolLM2-135M found 2 of 10 and Gemma-3-270M 5 of 15, and gave another needle's number instead; where three words
+#: differ, right before the number, 4 of 5 and 10 of 10.
 NEEDLE = "\n\n{name} {number}. Remember it: {name} {number}.\n\n"
 QUESTION = "\n\n{name}"
 

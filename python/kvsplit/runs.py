@@ -34,18 +34,20 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def without_folder(arg: str) -> str:
+    """An argument; of an absolute path the name alone."""
+    flag, eq, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
+    return f"{flag}{eq}{Path(value).name}" if os.path.isabs(value) else arg
+
+
 def command_line() -> List[str]:
     """This process's command line as results record it: of absolute paths the names alone.
 
     Results are published; where a user keeps files is nobody's business, and hashes say which files they were.
     """
 
-    def name(arg: str) -> str:
-        flag, eq, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
-        return f"{flag}{eq}{Path(value).name}" if os.path.isabs(value) else arg
-
     program = Path(sys.argv[0]).name
-    return ["kvsplit" if program == "__main__.py" else program, *map(name, sys.argv[1:])]
+    return ["kvsplit" if program == "__main__.py" else program, *map(without_folder, sys.argv[1:])]
 
 
 def devices(texts: Sequence[str]) -> Tuple[str, str, str]:

@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import psutil
 import pytest
 
-from kvsplit import capture, cli
+from kvsplit import capture, capture_pictures, cli
 from kvsplit.capture import Limit, Reading, Sample, Threshold
 from kvsplit.errors import ResultError, UsageError
 
@@ -1008,39 +1008,39 @@ def test_charts(tmp_path: Path, made: List[capture.Capture]) -> None:
 
     for n, captures in enumerate((made[:1], made)):
         png, svg = tmp_path / f"{n}.png", tmp_path / f"{n}.svg"
-        assert capture.draw(captures, png) == png
+        assert capture_pictures.draw(captures, png) == png
         with matplotlib.rc_context({"svg.fonttype": "none"}):
-            capture.draw(captures, svg)
+            capture_pictures.draw(captures, svg)
         assert png.read_bytes()[:4] == b"\x89PNG"
         text = " ".join(ET.parse(svg).getroot().itertext())
         assert "memory of the container" in text and "--warn-at 120MiB" in text and "150.0 MiB" in text
         assert ("K8V4 cut: the capture itself was ended" in text) == (n == 1)
         with pytest.raises(UsageError, match="is there already"):
-            capture.draw(captures, png)
+            capture_pictures.draw(captures, png)
 
 
 def test_charts_of_what_is_hardly_there(tmp_path: Path, made: List[capture.Capture]) -> None:
     c = made[0]
     one = capture.Capture(c.path, c.header, c.samples[:1])
-    assert capture.draw([one], tmp_path / "one.png").stat().st_size > 1000
+    assert capture_pictures.draw([one], tmp_path / "one.png").stat().st_size > 1000
     mac = capture.Capture(
         c.path, {"command": ["x"]}, [Sample(i / 10, 1, i * MIB, private=i * MIB, gpu=MIB * 900) for i in range(5)]
     )
-    assert capture.draw([mac, one], tmp_path / "mac.png").stat().st_size > 1000
+    assert capture_pictures.draw([mac, one], tmp_path / "mac.png").stat().st_size > 1000
     with pytest.raises(ResultError, match="no sample"):
-        capture.draw([capture.Capture(c.path, c.header)], tmp_path / "none.png")
+        capture_pictures.draw([capture.Capture(c.path, c.header)], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
 def test_animations_are_small(tmp_path: Path, made: List[capture.Capture], monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
 
-    monkeypatch.setattr(capture, "MAX_FRAMES", 12)
-    gif = capture.save_gif(made, tmp_path / "c.gif")
+    monkeypatch.setattr(capture_pictures, "MAX_FRAMES", 12)
+    gif = capture_pictures.save_gif(made, tmp_path / "c.gif")
     assert gif.stat().st_size < MIB
     with Image.open(gif) as image:
         assert 6 < image.n_frames <= 12 and image.info["loop"] == 0
-    frames = capture.save_frames(made[:1], tmp_path / "frames")
+    frames = capture_pictures.save_frames(made[:1], tmp_path / "frames")
     assert len(frames) == 12 and [f.name for f in frames][:2] == ["frame-000.png", "frame-001.png"]
     with Image.open(frames[0]) as first, Image.open(frames[-1]) as last:
         assert first.size == last.size

@@ -610,8 +610,8 @@ def test_command_draws_files_and_says_which(tmp_path: Path, capsys: pytest.Captu
     assert [s["file"] for s in data["rows"]] == ["one.jsonl", "two.jsonl"] and len(data["rows"][0]["sha256"]) == 64
     assert {d["n_ctx"] for d in data["data"]} == {2048, 4096} and data["title"].endswith(": My model")
     assert str(tmp_path) not in (out / "one-memory.json").read_text(encoding="utf-8")
-    assert cli.main([*args, "--out", str(out)]) == 2 and "--replace" in capsys.readouterr().err
-    assert cli.main([*args, "--out", str(out), "--replace", "--json"]) == 0
+    assert cli.main([*args, "--out", str(out)]) == 2 and "--force" in capsys.readouterr().err
+    assert cli.main([*args, "--out", str(out), "--force", "--json"]) == 0
     (chart,) = json.loads(capsys.readouterr().out)
     assert chart["figure"] == "memory" and len(chart["files"]) == 2 and chart["alt"]
     both = ["plot", str(one), "--figure", "summary,memory", "--format", "svg", "--out", str(out)]

@@ -40,6 +40,8 @@ def capture(
     Its input, output and exit code are passed through.
     """
     from kvsplit import capture as cap
+    from kvsplit import capture_pictures as pictures
+    from kvsplit.bench import parse_configs
 
     command = list(terminal.passed_on)
     if chart is not None and no_chart:
@@ -49,7 +51,7 @@ def capture(
             raise UsageError("--show runs nothing: give it files, --chart, --gif, --frames or --json")
         if not files:
             raise UsageError("--show: no file was given")
-        cap.check_outputs(chart, gif, frames)
+        pictures.check_outputs(chart, gif, frames)
         captures = [cap.read(f) for f in files]
         _pictures(captures, chart, gif, frames)
         _tell(captures, as_json, table=True)
@@ -67,13 +69,13 @@ def capture(
     jobs = [("", command, base)]
     if compare:
         jobs = []
-        for q in _configs(compare):
+        for q in parse_configs(compare, "--compare"):
             jobs.append((q.label, cap.configured(command, q), base.with_name(f"{base.stem}-{cap.slug(q.label)}.jsonl")))
     elif any("{kvq}" in a for a in command):
         raise UsageError("{kvq} in the command stands for a configuration; name some with --compare")
     if chart is None and not no_chart:
         chart = base.with_suffix(".png")
-    cap.check_outputs(chart, gif, frames)
+    pictures.check_outputs(chart, gif, frames)
     for _, _, path in jobs:
         if path.exists():
             raise UsageError(f"--out: {path} is there already and stays as it is; give another name")
@@ -114,24 +116,15 @@ def _say(message: str) -> None:
     typer.echo(f"kvsplit capture: {message}", err=True)
 
 
-def _configs(texts: Sequence[str]) -> Any:
-    from kvsplit.bench import parse_configs
-
-    try:
-        return parse_configs(texts)
-    except UsageError as e:
-        raise UsageError(str(e).replace("--config", "--compare")) from None
-
-
 def _pictures(captures: Sequence[Any], chart: Optional[Path], gif: Optional[Path], frames: Optional[Path]) -> None:
-    from kvsplit import capture as cap
+    from kvsplit import capture_pictures as pictures
 
     if chart is not None:
-        _say(f"wrote {cap.draw(captures, chart)}")
+        _say(f"wrote {pictures.draw(captures, chart)}")
     if gif is not None:
-        _say(f"wrote {cap.save_gif(captures, gif)}")
+        _say(f"wrote {pictures.save_gif(captures, gif)}")
     if frames is not None:
-        _say(f"wrote {len(cap.save_frames(captures, frames))} frames to {frames}")
+        _say(f"wrote {len(pictures.save_frames(captures, frames))} frames to {frames}")
 
 
 def _tell(captures: Sequence[Any], as_json: bool, *, table: bool) -> None:

@@ -68,7 +68,7 @@ def plot(
     ),
     form: List[str] = typer.Option(["png,svg"], "--format", help=f"Formats: {', '.join(FORMATS)}."),
     title: Optional[str] = typer.Option(None, "--title", help="What titles say instead of the model's file name."),
-    replace: bool = typer.Option(False, "--replace", help="Write over figures that are there."),
+    replace: bool = typer.Option(False, "--force", help="Write over figures that are there."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout: figures, files, what they show."),
 ) -> None:
     """Draw every figure that results have data for, each with its data and this command beside it.
@@ -86,7 +86,7 @@ def plot(
     folder, stem = results[0].parent if out is None else out, results[0].stem
     there = [p for c in drawn for p in c.paths(folder, stem, formats) if p.exists()]
     if there and not replace:
-        raise UsageError(f"--out: {there[0]} is there already; give another folder, or --replace to write over it")
+        raise UsageError(f"--out: {there[0]} is there already; give another folder, or --force to write over it")
     sources: List[Dict[str, str]] = [{"file": f.name, "sha256": sha256_file(f)} for f in results]
     command = " ".join(runs.command_line())
     told = []
