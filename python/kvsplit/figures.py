@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from kvsplit import stats
 from kvsplit.cache_types import BITS, BY_NAME
 from kvsplit.errors import KVSplitError, UsageError
 from kvsplit.plots import _STYLES as STYLES
@@ -39,7 +40,7 @@ from kvsplit.plots import (
     tradeoff_panel,
 )
 from kvsplit.policy import Spec
-from kvsplit.results import Row
+from kvsplit.results import Row, same_rounds
 
 WIDTH = 5.8  # inches
 #: Configurations that a table or bars show; more would make nobody wiser.
@@ -56,19 +57,21 @@ def _length(r: Row) -> int:
 
 
 class SpeedPoint(NamedTuple):
-    """Tokens per second: median and quartiles of the samples."""
+    """Tokens per second: median and quartiles of the samples; and the ratio to f16, the median within rounds."""
 
     median: float
     low: float
     high: float
     samples: int
+    ratio: Optional[float] = None
 
 
-def _quartiles(samples: Sequence[float]) -> SpeedPoint:
-    if len(samples) < 2:
-        return SpeedPoint(samples[0], samples[0], samples[0], 1)
-    low, mid, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return SpeedPoint(mid, low, high, len(samples))
+def _speed_point(rows: Sequence[Row], base: Sequence[Row]) -> SpeedPoint:
+    samples = [x for r in rows for x in r.samples_ts or []]
+    ratio = stats.ratio(*same_rounds(rows, base))
+    return SpeedPoint(
+        statistics.median(samples), *stats.quartiles(samples), len(samples), None if ratio is None else ratio[0]
+    )
 
 
 @dataclass
@@ -163,13 +166,16 @@ class Model:
             chosen = max(count, key=lambda s: (count[s], s))
             if len(count) > 1:
                 self.left_out["speed"] = "rows of other threads or numbers of tokens are left out"
-            rounds: Dict[Tuple[str, int], Dict[Optional[int], List[float]]] = {}
+            rounds: Dict[Tuple[str, int], Dict[Optional[int], Row]] = {}
             for r in mine:
                 if setting(r) == chosen:
-                    rounds.setdefault((r.config, int(r.n_depth or 0)), {})[r.round] = list(r.samples_ts or [])
+                    rounds.setdefault((r.config, int(r.n_depth or 0)), {})[r.round] = r
             self.settings[decode] = chosen[:2]
             self.speed[decode] = {
-                at: _quartiles([x for part in parts.values() for x in part]) for at, parts in rounds.items()
+                (c, n): _speed_point(
+                    list(parts.values()), next((list(rounds[f, n].values()) for f in self.f16 if (f, n) in rounds), [])
+                )
+                for (c, n), parts in rounds.items()
             }
 
     def of_kind(self, cells: Mapping[Tuple[str, int], Any]) -> List[str]:
@@ -530,13 +536,13 @@ def speed(m: Model) -> Optional[Made]:
                 if p is None:
                     gaps.append((c, n))
                 else:
-                    f = m.speed[d].get((base, n)) if base is not None else None
-                    ratio = p.median / f.median if f is not None else None
-                    record.update(median_ts=p.median, low_ts=p.low, high_ts=p.high, samples=p.samples, ratio_f16=ratio)
+                    record.update(
+                        median_ts=p.median, low_ts=p.low, high_ts=p.high, samples=p.samples, ratio_f16=p.ratio
+                    )
                     texts[d, c, n] = (
                         f"{c}: {names[d]} {p.median:.1f} tokens/s after {n} tokens"
                         f" (quartiles {p.low:.1f} to {p.high:.1f}, {p.samples} sample{'s'[: p.samples != 1]})"
-                        + (f", {ratio:.2f}x of f16" if ratio is not None and c != base else "")
+                        + (f", {p.ratio:.2f}x of f16" if p.ratio is not None and c != base else "")
                     )
                 records.append(record)
     most = max(len(v) for v in depths.values())
@@ -969,12 +975,11 @@ def _columns(m: Model) -> List[_Column]:
         speeds = m.speed[decode]
         depth = max((n for _, n in speeds), default=0)
         at = {c: p for (c, n), p in speeds.items() if n == depth}
-        base = next((at[c] for c in m.f16 if c in at), None)
         cells = {}
         for c, p in at.items():
             ts = f"{p.median:.1f}" if p.median < 1000 else f"{p.median:.0f}"
             # half the distance of the quartiles
-            value, below = (ts, "t/s") if base is None else (f"{p.median / base.median:.2f}x", f"{ts} t/s")
+            value, below = (ts, "t/s") if p.ratio is None else (f"{p.ratio:.2f}x", f"{ts} t/s")
             cells[c] = Cell(value, below, -p.median, (p.high - p.low) / 2)
         add(name, f"after {tokens(depth)}", 1.15, cells)
     length = max((n for _, n in m.quality), default=0)

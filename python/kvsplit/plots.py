@@ -133,6 +133,15 @@ def new_figure(width: float, height: float) -> Any:
     return fig
 
 
+def is_ours(path: Path) -> bool:
+    """True if a file is what :meth:`Chart.save` writes beside a figure."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and {"figure", "command", "rows", "data"} <= set(data)
+
+
 @dataclass
 class Chart:
     """A figure of one model.
@@ -251,13 +260,13 @@ class Chart:
         paths = self.paths(folder, stem, formats)
         there = [] if replace else [p for p in paths if p.exists()]
         if there:
-            raise UsageError(f"--out: {there[0]} is there already; choose another folder, or --replace it")
+            raise UsageError(f"--out: {there[0]} is there already; choose another folder, or --force to replace it")
         data = json.dumps(self.data(command, sources), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _write(paths[-1], data.encode())  # first: it says whose the figures are
             for path in paths[:-1]:
                 _write(path, self._drawn(path.suffix[1:]))
-            _write(paths[-1], data.encode())
         except OSError as e:
             raise CacheFolderError(f"--out: {folder} can't be written ({e.strerror or e})") from None
         return paths

@@ -27,7 +27,7 @@ import kvsplit
 from kvsplit import stats
 from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
 from kvsplit.policy import KVQuant
-from kvsplit.results import Row, Summary, summarize
+from kvsplit.results import Row, Summary, same_rounds, summarize
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -540,20 +540,12 @@ def _foreign(line: Line) -> bool:
 def _ratio(line: Line, base: Line, *, generated: bool) -> Tuple[Optional[Tuple[float, float, float]], int]:
     """Ratio of speeds to f16's in the same rounds with its interval, and how many rounds there are."""
 
-    def rounds(x: Line) -> Dict[Tuple[Any, ...], List[float]]:
-        # what was done is part of the key: other runs, threads or lengths give nothing in common
-        return {
-            (r.provenance.run_id, r.round, r.n_threads, r.n_depth, r.n_prompt, r.n_gen, r.n_gpu_layers): r.samples_ts
-            or []
-            for r in x.rows
-            if r.kind == "speed" and bool(r.n_gen) == generated
-        }
+    def speeds(x: Line) -> List[Row]:
+        return [r for r in x.rows if r.kind == "speed" and bool(r.n_gen) == generated]
 
     if line is base:
         return None, 0
-    mine, theirs = rounds(line), rounds(base)
-    both = [k for k in mine if k in theirs and len(mine[k]) == len(theirs[k])]
-    own, other = ([t for k in both for t in x[k]] for x in (mine, theirs))
+    own, other = same_rounds(speeds(line), speeds(base))
     found = stats.ratio(own, other)
     return (found, len(own)) if found is not None and len(own) >= MIN_ROUNDS else (None, len(own))
 

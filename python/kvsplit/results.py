@@ -468,6 +468,28 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
     return list(out.values())
 
 
+def same_rounds(rows: Iterable[Row], base: Iterable[Row]) -> Tuple[List[float], List[float]]:
+    """Samples of two configurations' speeds from the same rounds of the same run, in one order; in tokens per second.
+
+    The machine drifts from round to round, so only these may be divided by one another. What was done is compared
+    too: other threads, depths or numbers of tokens give nothing in common.
+
+    Args:
+        rows, base: speed rows, of prefill or of decoding.
+    """
+
+    def rounds(own: Iterable[Row]) -> Dict[Tuple[Any, ...], List[float]]:
+        return {
+            (r.provenance.run_id, r.round, r.n_threads, r.n_depth, r.n_prompt, r.n_gen, r.n_gpu_layers): r.samples_ts
+            or []
+            for r in own
+        }
+
+    mine, theirs = rounds(rows), rounds(base)
+    both = [k for k in mine if k in theirs and len(mine[k]) == len(theirs[k])]
+    return [t for k in both for t in mine[k]], [t for k in both for t in theirs[k]]
+
+
 def write_csv(path: PathLike, summaries: Iterable[Summary], replace: bool = False) -> None:
     """The summary as CSV; samples joined by blanks. Written aside, then renamed.
 

@@ -16,7 +16,8 @@ from typing import Any, Callable, Dict, List, Set
 import pytest
 
 DOCS = ("README.md", "CONTRIBUTING.md", "patches/README.md", *(f"docs/{n}.md" for n in (
-    "c", "configuration", "cpu", "design", "memory", "metal", "numerics", "python", "scope", "testing", "upgrading",
+    "c", "capture", "configuration", "cpu", "design", "inspect", "measuring", "memory", "metal", "numerics", "python",
+    "scope", "testing", "upgrading",
 )))  # fmt: skip
 
 

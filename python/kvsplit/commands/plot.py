@@ -12,7 +12,7 @@ from kvsplit import runs, terminal
 from kvsplit.errors import ResultError, UsageError
 from kvsplit.figures import FIGURES, check_names
 from kvsplit.models import sha256_file
-from kvsplit.plots import FORMATS, Chart, charts
+from kvsplit.plots import FORMATS, Chart, charts, is_ours
 from kvsplit.results import Row, read_rows
 
 
@@ -68,7 +68,7 @@ def plot(
     ),
     form: List[str] = typer.Option(["png,svg"], "--format", help=f"Formats: {', '.join(FORMATS)}."),
     title: Optional[str] = typer.Option(None, "--title", help="What titles say instead of the model's file name."),
-    replace: bool = typer.Option(False, "--force", help="Write over figures that are there."),
+    replace: bool = typer.Option(False, "--force", help="Replace figures that this command drew before."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout: figures, files, what they show."),
 ) -> None:
     """Draw every figure that results have data for, each with its data and this command beside it.
@@ -87,6 +87,10 @@ def plot(
     there = [p for c in drawn for p in c.paths(folder, stem, formats) if p.exists()]
     if there and not replace:
         raise UsageError(f"--out: {there[0]} is there already; give another folder, or --force to write over it")
+    for chart in drawn:
+        *figures, data = chart.paths(folder, stem, formats)
+        if any(p.exists() for p in (*figures, data)) and not is_ours(data):
+            raise UsageError(f"--force: there is no {data} that says what lies there; give another folder")
     sources: List[Dict[str, str]] = [{"file": f.name, "sha256": sha256_file(f)} for f in results]
     command = " ".join(runs.command_line())
     told = []
