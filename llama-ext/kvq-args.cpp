@@ -83,7 +83,7 @@ std::vector<common_arg> kvq_arg_list() {
         "cache types of keys and values: k<bits>v<bits> such as k8v4, k6v5, k3v3,\n"
         "or 8 (= k8v4), 4 (= k4v4), 16 (= f16)";
     const std::string spec_help =
-        ": bits (32, 16, 8, 5, 4) or a type by name,\n"
+        ": bits (32, 16, 8, 6, 5, 4, 3, 2) or a type by name,\n"
         "then exceptions by layer slice, e.g. 8 or 4,:2=8,-2:=16\n"
         "types: " + allowed();
 

@@ -21,7 +21,7 @@ struct ggml_backend_buffer_type;
 ggml_type   kvq_parse_spec  (const std::string & spec);
 void        kvq_parse_preset(const std::string & preset, ggml_type & type_k, ggml_type & type_v);
 
-// "32 16 8 5 4, or by name f32 ...": what a TYPE may be.
+// "32 16 8 6 5 4 3 2, or by name f32 ...": what a TYPE may be.
 std::string kvq_allowed();
 
 void kvq_set_error(const std::string & why);

@@ -5,7 +5,7 @@
 // A policy is one SPEC for the keys or for the values of a KV cache:
 //
 //     SPEC   = TYPE { "," SLICE "=" TYPE }         8    kvq-name    4,:2=8,-2:=16    6,10:20=4
-//     TYPE   = bits (32 16 8 5 4) | the name of a ggml cache type
+//     TYPE   = bits (32 16 8 6 5 4 3 2) | the name of a ggml cache type
 //     SLICE  = INDEX | [INDEX] ":" [INDEX] [ ":" STEP ]     as Python writes it; STEP >= 1
 //     PRESET = "k" bits "v" bits | "8" (= k8v4) | "4" (= k4v4) | "16" (= k16v16)
 //

@@ -135,6 +135,37 @@ def test_configuration_names_everything_there_is(repo: Path) -> None:
     assert not missing, f"docs/configuration.md doesn't say what these are: {missing}"
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "head"),
+    [("bench", "configuration", "`kvsplit bench "), ("plot", "configuration", "`kvsplit plot "),
+     ("report", "configuration", "`kvsplit report "), ("capture", "capture", "## Options"),
+     ("inspect", "inspect", "## What it prints")],
+)  # fmt: skip
+def test_every_option_of_a_measuring_command_has_a_row(repo: Path, command: str, name: str, head: str) -> None:
+    page = (repo / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    # this command's table alone: others name the same options
+    found = re.search(rf"^{re.escape(head)}.*?(?=^`kvsplit |^## )", page, re.M | re.S)
+    assert found, f"docs/{name}.md has no {head!r}"
+    page = found[0]
+    options = _words(repo, r'"(--[a-z][a-z-]+)"(?=,|\))', f"python/kvsplit/commands/{command}.py") - {"--model"}
+    assert "--json" in options and len(options) > 5
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
+    missing = sorted(o for o in options if not re.search(rf"`{o}[` ]", rows))
+    assert not missing, f"docs/{name}.md doesn't say what these options of kvsplit {command} are: {missing}"
+
+
+def test_limits_of_the_verdict_are_those_of_the_report(repo: Path) -> None:
+    from kvsplit import report
+
+    page = (repo / "docs" / "measuring.md").read_text(encoding="utf-8")
+    for t in report.TARGETS.values():
+        decode = "" if t.decode is None else f"at least {t.decode}x of f16 "
+        row = rf"\| `{t.name}`[^|]*\| at most {t.kld} \| at most \+{100 * t.ppl:g} % \| {decode}\|"
+        assert re.search(row, page), f"docs/measuring.md has other limits for {t}"
+    for n in (f"{report.MIN_CHUNKS} chunks", f"{report.SURE_ROUNDS} rounds"):
+        assert f"{n} " in page or f"{n}." in page, f"docs/measuring.md doesn't say that a verdict needs {n}"
+
+
 def test_prediction_follows_its_script(repo: Path) -> None:
     page = (repo / "docs" / "metal.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- (scripts/predict_metal.py .*?) -->\n(.*?)\n\n", page, re.S)

@@ -20,26 +20,44 @@ def bench(
     model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model."),
     model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The same as an option."),
     config: Optional[List[str]] = typer.Option(
-        None, "--config", help="Configurations: F16,K8V4,... or KEY/VAL SPECs, several by ';' or by repeating."
+        None,
+        "--config",
+        help="What to compare: F16,K8V4 (keys at 8 bits, values at 4) or, by ';', pairs of SPECs such "
+        "as q8_0/kvq4,:2=q8_0. Default: F16,K8V8,K8V4,K6V5,K6V3,K4V8,K4V4. f16 is always measured.",
     ),
     seq_len: Optional[List[str]] = typer.Option(
-        None, "--seq-len", help="Lengths in tokens: 2048,8192 (128 to 8192 by doubling, up to the model's)."
+        None,
+        "--seq-len",
+        help="Lengths in tokens: 2048,8192. Default: 128 to 8192 by doubling, up to what the model was trained for.",
     ),
     metric: Optional[List[str]] = typer.Option(
-        None, "--metric", help="memory, speed, perplexity, retrieval, or all (all)."
+        None, "--metric", help="memory, speed, perplexity (with KL divergence), retrieval, or all. Default: all."
     ),
-    text: Optional[Path] = typer.Option(None, "--text", help="UTF-8 text to evaluate on."),
-    repeat: int = typer.Option(5, "--repeat", min=1, help="Rounds of each speed; configurations take turns in each."),
+    text: Optional[Path] = typer.Option(
+        None, "--text", help="UTF-8 text to measure quality on. Default: the help texts that Python carries."
+    ),
+    repeat: int = typer.Option(5, "--repeat", min=1, help="Rounds of speed; all configurations take turns in each."),
     chunks: Optional[int] = typer.Option(
-        None, "--chunks", min=2, help="Chunks of each perplexity (16384 tokens, from 4 to 32 chunks)."
+        None,
+        "--chunks",
+        min=2,
+        help="Chunks of text, each as long as --seq-len, for perplexity. Default: 16384 tokens in all, "
+        "but 4 to 32 chunks.",
     ),
-    trials: int = typer.Option(3, "--trials", min=1, help="Needles at each depth."),
-    threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads."),
+    trials: int = typer.Option(
+        3, "--trials", min=1, help="Needles (numbers to be found again) at each of five depths."
+    ),
+    threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads. Default: the tools choose."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, or a device that `kvsplit doctor` lists."),
     out: Optional[Path] = typer.Option(
-        None, "--out", help="JSONL that rows are appended to (kvsplit-results/bench-MODEL.jsonl); a CSV lies beside it."
+        None,
+        "--out",
+        help="JSONL that rows are appended to; a CSV lies beside it. Default: kvsplit-results/bench-MODEL.jsonl, "
+        "MODEL being the file's name.",
     ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with a file that is there; measure what it lacks."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Go on with a file of rows that is there, and measure what it lacks."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the plan and about how long it takes, and end."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout instead of tables."),
 ) -> None:

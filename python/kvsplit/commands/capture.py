@@ -17,25 +17,31 @@ def capture(
     files: Optional[List[Path]] = typer.Argument(None, help="With --show: files of earlier captures."),
     interval: float = typer.Option(0.1, "--interval", help="Seconds between samples."),
     out: Optional[Path] = typer.Option(
-        None, "--out", help="File of the samples (kvsplit-results/capture-ID.jsonl); nothing is overwritten."
+        None, "--out", help="File of the samples. Default: kvsplit-results/capture-ID.jsonl; nothing is overwritten."
     ),
     warn_at: Optional[str] = typer.Option(
-        None, "--warn-at", help="Warn once: 85% of the machine or container in use, or 2GiB taken by the command."
+        None,
+        "--warn-at",
+        help="Warn once above this: 85% (of the machine's or container's memory) or 2GiB (the command's).",
     ),
-    kill_at: Optional[str] = typer.Option(None, "--kill-at", help="Stop the command there (exit code 137)."),
-    chart: Optional[Path] = typer.Option(None, "--chart", help="Curve, .png, .svg or .pdf (beside the samples)."),
+    kill_at: Optional[str] = typer.Option(
+        None, "--kill-at", help="Stop the command above this, given like --warn-at; exit code 137."
+    ),
+    chart: Optional[Path] = typer.Option(
+        None, "--chart", help="File of the curve: .png, .svg or .pdf. Default: beside the samples, PNG."
+    ),
     no_chart: bool = typer.Option(False, "--no-chart", help="Draw no curve."),
-    gif: Optional[Path] = typer.Option(None, "--gif", help="The curve growing, as an animation."),
-    frames: Optional[Path] = typer.Option(None, "--frames", help="Folder for the animation as single PNGs."),
+    gif: Optional[Path] = typer.Option(None, "--gif", help="File for the curve growing, an animated GIF."),
+    frames: Optional[Path] = typer.Option(None, "--frames", help="Folder for that animation as single PNGs."),
     compare: Optional[List[str]] = typer.Option(
-        None, "--compare", help="Run once per configuration (k8v4,f16) and lay the curves over each other."
+        None, "--compare", help="Run the command once per configuration (k8v4,f16) and lay the curves over each other."
     ),
     show: bool = typer.Option(False, "--show", help="Print and draw FILES again; nothing is run."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout; what the command prints goes to stderr."),
 ) -> None:
     """Sample the real memory of a command and all its children while it runs, and draw the curve.
 
-    The command follows --, as in: kvsplit capture -- llama-completion -m model.gguf -p Hi
+    The command follows --, as in: kvsplit capture -- kvsplit run smollm2 --kvq 8 Hello
 
     Its input, output and exit code are passed through.
     """

@@ -14,20 +14,38 @@ from kvsplit import models, runs, terminal
 def inspect(
     model: Optional[str] = typer.Argument(None, help="GGUF file or name of a pulled model."),
     model_opt: Optional[str] = typer.Option(None, "--model", "-m", help="The same as an option."),
-    prompt: Optional[str] = typer.Option(None, "--prompt", "-p", help="Text whose cache is looked at."),
-    text: Optional[Path] = typer.Option(None, "--text", help="UTF-8 file to take it from (what every Python carries)."),
-    ctx: Optional[int] = typer.Option(None, "--ctx", "-c", min=2, max=2**31 - 1, help="Tokens of it at most (1024)."),
-    config: Optional[List[str]] = typer.Option(
-        None, "--config", help="Configurations: K8V4,K4V4,... or KEY/VAL SPECs, several by ';' or by repeating."
+    prompt: Optional[str] = typer.Option(
+        None, "--prompt", "-p", help="Text that the model reads; its cache is looked at."
     ),
-    queries: int = typer.Option(64, "--queries", min=1, help="Positions whose attention is held against f16."),
+    text: Optional[Path] = typer.Option(
+        None, "--text", help="UTF-8 file with that text. Default: what Python carries."
+    ),
+    ctx: Optional[int] = typer.Option(
+        None, "--ctx", "-c", min=2, max=2**31 - 1, help="Tokens of the text at most. Default: 1024."
+    ),
+    config: Optional[List[str]] = typer.Option(
+        None,
+        "--config",
+        help="What to look at: K8V4,K4V4 (keys and values at 4 bits) or, by ';', pairs of SPECs such as "
+        "q8_0/kvq4,:2=q8_0. Default: K8V8,K8V4,K6V5,K6V3,K4V8,K4V4.",
+    ),
+    queries: int = typer.Option(
+        64, "--queries", min=1, help="Positions of the text whose attention is compared with f16's."
+    ),
     budget: float = typer.Option(
-        10.0, "--budget", min=0.0, help="How much larger a recommended cache may be, in percent."
+        10.0,
+        "--budget",
+        min=0.0,
+        help="How much larger than the configuration's a recommended cache may be, in percent.",
     ),
     maps: bool = typer.Option(False, "--maps", help="Draw attention of the most, a middling and the least hurt layer."),
-    layers: Optional[str] = typer.Option(None, "--layers", help="Layers to draw, as a SPEC slices them: 0,-2:."),
-    heads: Optional[str] = typer.Option(None, "--heads", help="Query heads to draw (the most hurt one)."),
-    threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads."),
+    layers: Optional[str] = typer.Option(
+        None, "--layers", help="Layers to draw instead, as Python slices: 0,-2: is the first and the last two."
+    ),
+    heads: Optional[str] = typer.Option(
+        None, "--heads", help="Query heads to draw, likewise. Default: the most hurt one."
+    ),
+    threads: Optional[int] = typer.Option(None, "--threads", "-t", min=1, help="Threads of the model."),
     out: Path = typer.Option(Path("kvsplit-results"), "--out", help="Folder for the files; nothing is overwritten."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout instead of the table."),
 ) -> None:

@@ -61,12 +61,14 @@ def _draw(rows: List[Row], names: List[str], title: Optional[str]) -> List[Chart
 
 
 def plot(
-    results: List[Path] = typer.Argument(..., help="Results, JSONL; several are put together."),
-    out: Optional[Path] = typer.Option(None, "--out", help="Folder for the figures (that of the first file)."),
-    figure: Optional[List[str]] = typer.Option(
-        None, "--figure", help=f"Figures, by ',' or by repeating: {', '.join(FIGURES)} (all that have data)."
+    results: List[Path] = typer.Argument(
+        ..., help="JSONL that bench, compare or inspect wrote; several are put together."
     ),
-    form: List[str] = typer.Option(["png,svg"], "--format", help=f"Formats: {', '.join(FORMATS)}."),
+    out: Optional[Path] = typer.Option(None, "--out", help="Folder for the figures. Default: that of the first file."),
+    figure: Optional[List[str]] = typer.Option(
+        None, "--figure", help=f"Figures, by ',' or by repeating: {', '.join(FIGURES)}. Default: all that have data."
+    ),
+    form: List[str] = typer.Option(["png,svg"], "--format", help=f"Formats, by ',': {', '.join(FORMATS)}."),
     title: Optional[str] = typer.Option(None, "--title", help="What titles say instead of the model's file name."),
     replace: bool = typer.Option(False, "--force", help="Replace figures that this command drew before."),
     as_json: bool = typer.Option(False, "--json", help="JSON on stdout: figures, files, what they show."),

@@ -13,12 +13,22 @@ from kvsplit.errors import ResultError, UsageError
 
 
 def report(
-    files: List[Path] = typer.Argument(..., metavar="RESULTS.jsonl...", help="Files of results; put together."),
-    out: Optional[Path] = typer.Option(None, "--out", help="The page (RESULTS.html beside the first file)."),
-    title: Optional[str] = typer.Option(None, "--title", help="Title of the page."),
-    target: str = typer.Option("balanced", "--target", help="What the verdict looks for: quality, balanced or memory."),
+    files: List[Path] = typer.Argument(
+        ..., metavar="RESULTS.jsonl...", help="JSONL that bench, compare or inspect wrote; put together."
+    ),
+    out: Optional[Path] = typer.Option(None, "--out", help="The page. Default: beside the first file, as .html."),
+    title: Optional[str] = typer.Option(None, "--title", help="Title of the page. Default: the model."),
+    target: str = typer.Option(
+        "balanced",
+        "--target",
+        help="How much quality the verdict may give up for memory: quality (least), balanced or memory (most).",
+    ),
     ctx: Optional[int] = typer.Option(
-        None, "--ctx", "-c", min=1, help="Length of the verdict in tokens (the longest at which the rows decide)."
+        None,
+        "--ctx",
+        "-c",
+        min=1,
+        help="Length of the verdict in tokens. Default: the longest for which enough was measured.",
     ),
     force: bool = typer.Option(False, "--force", help="Replace a page that this command made before."),
     as_json: bool = typer.Option(False, "--json", help="The verdicts as JSON on stdout."),
