@@ -206,6 +206,9 @@ def test_what_is_there_is_not_measured_again(staged: Any, capsys: pytest.Capture
     assert ran() == [] and out.read_text() == before and "0 rows measured, 30 were there" in capsys.readouterr().err
     assert run("--resume", "--metric", "speed", "--repeat", "3") == 0
     assert len(ran()) == 6 and out.read_text().startswith(before), "one more round"
+    with open(out.with_suffix(".csv"), encoding="utf-8", newline="") as f:
+        lines = list(csv.DictReader(f))
+    assert all(x["kv_bytes"] and x["decode_ts"] for x in lines) and len(lines) == 6, "all that the file has"
     assert run("--resume", "--metric", "speed", "--threads", "1") == 0
     assert len(ran()) == 12, "other threads are another speed"
 

@@ -66,6 +66,7 @@ def bench(
     from kvsplit import native, quality, results, runs, tools
     from kvsplit.gguf_meta import check_model
     from kvsplit.models import sha256_file
+    from kvsplit.policy import F16
 
     path = models.resolve(terminal.which_model(model, model_opt))
     lib = native.load()
@@ -103,11 +104,16 @@ def bench(
                 sweep = engine.Sweep(path, info, sha256, words, lib, journal, **made)
                 sweep.check(o.configs, max(item.n_ctx for item in todo))
                 sweep.run(todo)
+                csv = file.with_suffix(".csv")
+                whole = results.summarize(journal.rows)  # of all that the file has, also from other runs
+                if whole:
+                    results.write_csv(csv, whole, replace=True)
             rows = [r for item in todo for r in sweep.rows(item) if r is not None]
-            summaries = results.summarize(rows)
-            csv = file.with_suffix(".csv")
-            if summaries:
-                results.write_csv(csv, summaries, replace=True)
+            # rounds are shuffled; a table is not
+            place = {(q.key, q.val): i for i, q in enumerate((F16, *o.configs))}
+            summaries = sorted(
+                results.summarize(rows), key=lambda s: (s.seq_len or 0, place.get((s.kvq_key, s.kvq_val), 0))
+            )
     if dry_run:
         if as_json:
             terminal.out_json(plan)
@@ -120,7 +126,7 @@ def bench(
     else:
         show(summaries, rows)
     typer.echo(f"{len(sweep.new)} rows measured, {len(rows) - len(sweep.new)} were there", err=True)
-    typer.echo(f"wrote {file}" + (f" and {csv}" if summaries else ""), err=True)
+    typer.echo(f"wrote {file}" + (f" and {csv}" if whole else ""), err=True)
     if sweep.failures:
         raise typer.Exit(1)
 
