@@ -20,7 +20,7 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import psutil
 import pytest
@@ -473,6 +473,15 @@ def test_exit_codes_are_passed_through(tmp_path: Path, script: str, code: int, s
     done = capture.run(["sh", "-c", script], tmp_path / "c.jsonl")
     assert done.exit_code == code
     assert (done.summary["exit_code"], done.summary["signal"]) == (code, signame)
+
+
+@pytest.fixture(autouse=True)
+def heed_ctrl_c() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT and hands that on; here children have to hear it."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _kvsplit(*args: object) -> List[str]:

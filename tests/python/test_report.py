@@ -461,7 +461,8 @@ def test_templates_are_within_the_package(repo: Path) -> None:
     if not (repo / ".git").exists():
         pytest.skip("no git repository to ask what is ignored")
     # the wheel leaves out what git ignores
-    paths = [str(report.TEMPLATES / n) for n in sorted(names)]
+    paths = [f"python/kvsplit/templates/{n}" for n in sorted(names)]
+    assert all((repo / p).is_file() for p in paths)
     done = subprocess.run(["git", "check-ignore", *paths], cwd=repo, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and not done.stdout
 
