@@ -28,6 +28,8 @@ from kvsplit.plots import (
     Style,
     _place_labels,
     ink,
+    log_ticks,
+    looks,
     name_ends,
     name_floor,
     new_figure,
@@ -37,15 +39,19 @@ from kvsplit.plots import (
     plain,
     short_number,
     style,
+    tick_text,
     tradeoff_panel,
 )
 from kvsplit.policy import Spec
-from kvsplit.results import Row, same_rounds
+from kvsplit.results import Row, speed_ratio
 
 WIDTH = 5.8  # inches
+#: Letters that a label has room for.
+NAME = 14
 #: Configurations that a table or bars show; more would make nobody wiser.
 MANY = 16
 _GREY = "#555555"
+_BARS = "bars: standard error where larger than the mark"
 _BITS = {name: bits for bits, name in BITS.items()}
 
 # ---- rows, put in order
@@ -67,11 +73,29 @@ class SpeedPoint(NamedTuple):
 
 
 def _speed_point(rows: Sequence[Row], base: Sequence[Row]) -> SpeedPoint:
-    samples = [x for r in rows for x in r.samples_ts or []]
-    ratio = stats.ratio(*same_rounds(rows, base))
+    last = {r.round: r for r in rows}  # of a round measured twice the later one, as in kvsplit.results.summarize
+    samples = [x for r in last.values() for x in r.samples_ts or []]
+    ratio, _ = speed_ratio(rows, base)
     return SpeedPoint(
         statistics.median(samples), *stats.quartiles(samples), len(samples), None if ratio is None else ratio[0]
     )
+
+
+def short_names(configs: Sequence[str]) -> Dict[str, str]:
+    """What is written for each label: itself, or its first letters where it has more than :data:`NAME`.
+
+    No two are the same: those that begin alike are numbered.
+    """
+    out = {c: c for c in configs if len(c) <= NAME}
+    for c in configs:
+        if c in out:
+            continue
+        name, n = f"{c[: NAME - 1]}…", 1
+        while name in out.values():
+            n += 1
+            name = f"{c[: NAME - 1 - len(str(n))]}…{n}"
+        out[c] = name
+    return out
 
 
 @dataclass
@@ -83,7 +107,8 @@ class Model:
         configs: those of all rows, by bits per value, the keys' first where they are equal.
         widths: of each what they are put in order by: bits per value and of keys, both negative, and the label.
         types: types of keys and values of each.
-        f16: the labels of f16.
+        f16: the labels of f16; what speeds are divided by first.
+        look, names: of each configuration, alike in all figures of the model.
         memory: rows by configuration and tokens of the cache.
         quality: rows by configuration and length; of each length the text and number of chunks that most have.
         speed: by configuration and tokens in the cache; those with the settings that most have. ``True``: decoding.
@@ -99,6 +124,8 @@ class Model:
     widths: Dict[str, Tuple[float, float, str]] = field(default_factory=dict)
     types: Dict[str, Tuple[str, str]] = field(default_factory=dict)
     f16: List[str] = field(default_factory=list)
+    look: Dict[str, Style] = field(default_factory=dict)
+    names: Dict[str, str] = field(default_factory=dict)
     memory: Dict[Tuple[str, int], Row] = field(default_factory=dict)
     quality: Dict[Tuple[str, int], Row] = field(default_factory=dict)
     speed: Dict[bool, Dict[Tuple[str, int], SpeedPoint]] = field(default_factory=dict)
@@ -123,6 +150,8 @@ class Model:
                 m.f16.append(r.config)
         # f16 first, and what has no label of the usual form (the unpatched release) after the same widths
         m.configs = sorted(width, key=lambda c: width[c])
+        m.f16.sort(key=lambda c: c != "F16")
+        m.look, m.names = looks(m.configs), short_names(m.configs)
         for r in own:
             if r.n_ctx and r.kv_bytes is not None and r.kind != "memory":
                 m.memory[r.config, r.n_ctx] = r
@@ -166,17 +195,12 @@ class Model:
             chosen = max(count, key=lambda s: (count[s], s))
             if len(count) > 1:
                 self.left_out["speed"] = "rows of other threads or numbers of tokens are left out"
-            rounds: Dict[Tuple[str, int], Dict[Optional[int], Row]] = {}
+            cells: Dict[Tuple[str, int], List[Row]] = {}
             for r in mine:
                 if setting(r) == chosen:
-                    rounds.setdefault((r.config, int(r.n_depth or 0)), {})[r.round] = r
+                    cells.setdefault((r.config, int(r.n_depth or 0)), []).append(r)
             self.settings[decode] = chosen[:2]
-            self.speed[decode] = {
-                (c, n): _speed_point(
-                    list(parts.values()), next((list(rounds[f, n].values()) for f in self.f16 if (f, n) in rounds), [])
-                )
-                for (c, n), parts in rounds.items()
-            }
+            self.speed[decode] = {(c, n): _speed_point(rs, cells.get(("F16", n), [])) for (c, n), rs in cells.items()}
 
     def of_kind(self, cells: Mapping[Tuple[str, int], Any]) -> List[str]:
         """The configurations that cells have, in order."""
@@ -254,12 +278,12 @@ def _mib(size: float) -> float:
     return size / 2**20
 
 
-def _missing(gaps: Sequence[Tuple[str, int]], what: str = "not measured") -> List[str]:
+def _missing(m: Model, gaps: Sequence[Tuple[str, int]], what: str = "not measured") -> List[str]:
     """One note that names what is missing: configurations, each with its lengths."""
     by: Dict[Tuple[int, ...], List[str]] = {}
     places: Dict[str, List[int]] = {}
     for config, at in gaps:
-        places.setdefault(config, []).append(at)
+        places.setdefault(m.names.get(config, config), []).append(at)
     for config, ats in places.items():
         by.setdefault(tuple(sorted(ats)), []).append(config)
     parts = [f"{', '.join(cs)} at {', '.join(map(tokens, ats))}" for ats, cs in by.items()]
@@ -267,10 +291,18 @@ def _missing(gaps: Sequence[Tuple[str, int]], what: str = "not measured") -> Lis
 
 
 def _never(m: Model, there: Sequence[str], what: str) -> List[str]:
-    lacking = [c for c in m.configs if c not in there]
+    lacking = [m.names[c] for c in m.configs if c not in there]
     if len(lacking) > 6:
         lacking = [*lacking[:5], f"and {len(lacking) - 5} more"]
     return [f"no {what}: {', '.join(lacking)}"] if lacking else []
+
+
+def _cut(m: Model, shown: Sequence[str]) -> List[str]:
+    """One note that says what the names stand for that had to be cut; the data have all."""
+    cut = [c for c in shown if m.names[c] != c]
+    parts = [f"{m.names[c]} is {c if len(c) <= 80 else c[:79] + '…'}" for c in cut[:4]]
+    parts += [f"{len(cut) - 4} more names are cut"] if len(cut) > 4 else []
+    return ["; ".join(parts)] if parts else []
 
 
 def _more(measured: Sequence[str], shown: Sequence[str]) -> List[str]:
@@ -284,12 +316,43 @@ def _marker(ax: Any, x: float, y: float, st: Style, gid: str, size: float = 6.5,
             markeredgewidth=0.7, clip_on=False, gid=gid, **more)  # fmt: skip
 
 
-def _absent(ax: Any, places: Mapping[str, Sequence[float]]) -> None:
+def _alike(series: Mapping[str, Sequence[float]]) -> Dict[str, Tuple[int, int]]:
+    """Of each line, which one it is of those that lie on one another, and how many these are: (0, 1) stands alone.
+
+    Lines lie on one another if they have a place in common and are equal at all that they have in common.
+    """
+    groups: List[List[str]] = []
+    for c, ys in series.items():
+        for g in groups:
+            both = [(a, b) for a, b in zip(series[g[0]], ys) if not math.isnan(a) and not math.isnan(b)]
+            if both and all(math.isclose(a, b, rel_tol=1e-3) for a, b in both):
+                g.append(c)
+                break
+        else:
+            groups.append([c])
+    return {c: (i, len(g)) for g in groups for i, c in enumerate(g)}
+
+
+def _beneath(place: Tuple[int, int], width: float) -> Dict[str, Any]:
+    """Width and order of a line that lies on others: the lower it lies, the wider, so that all are seen."""
+    i, n = place
+    return {"lw": width + 2.4 * (n - 1 - i), "zorder": 3 - 0.1 * (n - 1 - i)}
+
+
+def _aside(ax: Any, place: Tuple[int, int], step: float) -> Any:
+    """Data coordinates for marks that stand side by side, ``step`` points from one another."""
+    from matplotlib.transforms import ScaledTranslation
+
+    i, n = place
+    return ax.transData + ScaledTranslation((i - (n - 1) / 2) * step / 72, 0, ax.figure.dpi_scale_trans)
+
+
+def _absent(ax: Any, m: Model, places: Mapping[str, Sequence[float]]) -> None:
     """Crosses on the lower axis where a configuration has no data, above each other where several have none."""
     height: Counter[float] = Counter()
     for config, xs in places.items():
         for x in xs:
-            ax.plot([x], [0.015 + 0.05 * height[x]], marker="x", ms=5, ls="none", color=style(config).color, mew=1.5,
+            ax.plot([x], [0.015 + 0.05 * height[x]], marker="x", ms=5, ls="none", color=m.look[config].color, mew=1.5,
                     transform=ax.get_xaxis_transform(), clip_on=False, zorder=5)  # fmt: skip
             height[x] += 1
 
@@ -304,13 +367,11 @@ def _length_ticks(ax: Any, lengths: Sequence[int]) -> None:
 
 
 def _log_ticks(axis: Any, low: float, high: float) -> None:
-    """Ticks in plain numbers: 1, 2 and 5 of each decade, or the decades alone where there are many."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    """Ticks of a log axis in plain numbers."""
+    from matplotlib.ticker import NullFormatter
 
-    steps = (1, 2, 5) if math.log10(high / low) < 2.5 else (1,)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    axis.set_ticks([t for e in decades for t in (s * 10.0**e for s in steps) if low <= t <= high])
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if v >= 10 else f"{v:.1g}"))
+    ticks = log_ticks(low, high)
+    axis.set_ticks(ticks, list(map(tick_text, ticks)))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -346,7 +407,8 @@ def memory(m: Model) -> Optional[Made]:
                     texts[c, n] += f"; compute buffers {record['compute_mib']:.1f} MiB"
             records.append(record)
     gaps = [(c, n) for c in configs for n in lengths if (c, n) not in m.memory]
-    notes = _missing(gaps, "x  not measured") + _never(m, measured, "memory rows") + _more(measured, configs)
+    notes = _missing(m, gaps, "x  not measured") + _never(m, measured, "memory rows") + _more(measured, configs)
+    notes += _cut(m, configs)
     largest = lengths[-1]
     least = min((r for (_, n), r in m.memory.items() if n == largest), key=lambda r: float(r.kv_bytes or 0))
     full = next((float(r.kv_bytes_f16) for r in m.memory.values() if r.n_ctx == largest and r.kv_bytes_f16), None)
@@ -361,16 +423,16 @@ def memory(m: Model) -> Optional[Made]:
         for i, c in enumerate(configs):
             r = m.memory[c, largest]
             size, extra = _mib(float(r.kv_bytes or 0)), _mib(r.compute_bytes or 0)
-            color = style(c).color
+            color = m.look[c].color
             ax.barh(i, size, 0.68, color=color, gid=hover.gid(texts[c, largest]))
             if extra:
                 ax.barh(i, extra, 0.68, left=size, facecolor="#eeeeee", edgecolor="#bbbbbb", hatch="////", lw=0.6)
             saved = f"  ({100 * r.saving:.0f} % less)" if r.saving else ""
             ax.annotate(f"{size:.1f}{saved}", (size + extra, i), xytext=(5, 0), textcoords="offset points", va="center",
                         fontsize=9, color="#222222")  # fmt: skip
-        ax.set_yticks(range(len(configs)), configs, fontsize=9, fontweight="bold")
+        ax.set_yticks(range(len(configs)), [m.names[c] for c in configs], fontsize=9, fontweight="bold")
         for label, c in zip(ax.get_yticklabels(), configs):
-            label.set_color(ink(style(c).color))
+            label.set_color(ink(m.look[c].color))
         ax.set_ylim(len(configs) - 0.5, -0.5)
         ax.set_xlim(0, 1.36 * _mib(top))  # room for the numbers
         ax.set_xlabel(f"MiB at {largest} tokens", fontsize=9)
@@ -383,32 +445,61 @@ def memory(m: Model) -> Optional[Made]:
     fig = new_figure(WIDTH, 5.2 if compute else 4.0)
     axes = fig.subplots(2 if compute else 1, 1, sharex=True, squeeze=False,
                         gridspec_kw={"height_ratios": [3, 1.4] if compute else [1]})[:, 0]  # fmt: skip
-    ends: List[Tuple[str, float, float]] = []
-    panels = [(axes[0], "kv_mib", "KV cache (MiB)")]
-    panels += [(axes[1], "compute_mib", "compute\nbuffers (MiB)")] if compute else []
-    for ax, name, label in panels:
-        values = {(d["config"], d["n_ctx"]): d[name] for d in records}
-        absent: Dict[str, Sequence[float]] = {}
-        for c in configs:
-            st = style(c)
-            ys = [math.nan if values[c, n] is None else values[c, n] for n in lengths]
-            ax.plot(lengths, ys, color=st.color, ls=st.line, lw=1.5, zorder=3)
-            for n, y in zip(lengths, ys):
-                if not math.isnan(y):
-                    _marker(ax, n, y, st, hover.gid(texts[c, n]), 6.5 if name == "kv_mib" else 5)
-            if name == "kv_mib":
-                there = [(n, y) for n, y in zip(lengths, ys) if not math.isnan(y)]
-                ends += [(c, *there[-1])] if there else []
-                absent[c] = [n for n, y in zip(lengths, ys) if math.isnan(y)]
-        _absent(ax, absent)
-        ax.set_ylabel(label, fontsize=9)
-        ax.set_ylim(0, 1.1 * max(v for v in values.values() if v is not None))
-        plain(ax)
+    kv, scratch = (
+        {c: [math.nan if d[what] is None else float(d[what]) for d in records if d["config"] == c] for c in configs}
+        for what in ("kv_mib", "compute_mib")
+    )
+    ax, alike = axes[0], _alike(kv)
+    for c in configs:
+        st, ys = m.look[c], kv[c]
+        ax.plot(lengths, ys, color=st.color, ls=st.line, **_beneath(alike[c], 1.5))
+        for n, y in zip(lengths, ys):
+            if not math.isnan(y):
+                _marker(ax, n, y, st, hover.gid(texts[c, n]), 6.5, transform=_aside(ax, alike[c], 8))
+    ends = [(c, *[(n, y) for n, y in zip(lengths, kv[c]) if not math.isnan(y)][-1]) for c in configs]
+    names = {c: ("= " if alike[c][0] else "") + m.names[c] for c in configs}
+    _absent(ax, m, {c: [n for n, y in zip(lengths, kv[c]) if math.isnan(y)] for c in configs})
+    ax.set_ylabel("KV cache (MiB)", fontsize=9)
+    ax.set_ylim(0, 1.1 * max(y for ys in kv.values() for y in ys if not math.isnan(y)))
+    plain(ax)
+    if compute:
+        _compute_buffers(axes[1], m, lengths, {c: scratch[c] for c in configs}, hover, texts)
     axes[-1].set_xlim(0, 1.03 * largest)
     _length_ticks(axes[-1], lengths)
     axes[-1].set_xlabel("tokens that the cache holds", fontsize=9)
     return Made(fig, "KV cache memory by length", records, alt, notes, hover.texts,
-                lambda: name_ends(fig, axes[0], ends))  # fmt: skip
+                lambda: name_ends(fig, axes[0], ends, look=m.look, names=names))  # fmt: skip
+
+
+def _compute_buffers(ax: Any, m: Model, lengths: Sequence[int], series: Mapping[str, Sequence[float]], hover: Hover,
+                     texts: Mapping[Tuple[str, int], str]) -> None:  # fmt: skip
+    """Compute buffers by length: a line a configuration, or one band for all where they would hide each other."""
+    ys = {n: [v for c in series for v in [series[c][i]] if not math.isnan(v)] for i, n in enumerate(lengths)}
+    top = 1.1 * max(v for at in ys.values() for v in at)
+    ax.set_ylim(0, top)
+    ax.set_ylabel("compute\nbuffers (MiB)", fontsize=9)
+    plain(ax)
+    there = [n for n in lengths if ys[n]]
+    if len(series) < 3 or max(max(ys[n]) - min(ys[n]) for n in there) > 0.06 * top:
+        alike = _alike(series)
+        for c, values in series.items():
+            st = m.look[c]
+            ax.plot(lengths, values, color=st.color, ls=st.line, **_beneath(alike[c], 1.5))
+            for n, y in zip(lengths, values):
+                if not math.isnan(y):
+                    _marker(ax, n, y, st, hover.gid(texts[c, n]), 5, transform=_aside(ax, alike[c], 5))
+        return
+    middle = [statistics.median(ys[n]) if ys[n] else math.nan for n in lengths]
+    low, high = ([f(ys[n]) if ys[n] else math.nan for n in lengths] for f in (min, max))
+    ax.fill_between(lengths, low, high, color="#bbbbbb", lw=0)
+    ax.plot(lengths, middle, color=_GREY, lw=1.5)
+    for n, y in zip(lengths, middle):
+        if not math.isnan(y):
+            size = _range(ys[n], "MiB", 1)
+            gid = hover.gid(f"compute buffers at {n} tokens: {size}, of {len(ys[n])} configurations")
+            ax.plot([n], [y], marker="o", ms=5, color=_GREY, mec="white", mew=0.7, ls="none", zorder=4, gid=gid)
+    ax.annotate("about the same for all", (there[-1], middle[lengths.index(there[-1])]), xytext=(0, -9),
+                textcoords="offset points", ha="right", va="top", fontsize=8, color=_GREY)  # fmt: skip
 
 
 def tradeoff(m: Model) -> Optional[Made]:
@@ -442,7 +533,7 @@ def tradeoff(m: Model) -> Optional[Made]:
                 record.update(kld=q.kld, kld_se=q.kld_se)
             records.append(record)
             if q is not None and q.finite is False:
-                notes.append(f"{c} at {tokens(n)}: attention gave NaN")
+                notes.append(f"{m.names[c]} at {tokens(n)}: attention gave NaN")
                 continue
             if record["kv_mib"] is None or record["kld"] is None:
                 if (c, n) not in m.quality:
@@ -453,7 +544,7 @@ def tradeoff(m: Model) -> Optional[Made]:
             text = f"{c}: {record['kv_mib']:.1f} MiB, KLD {short_number(record['kld'])}{pm} at {n} tokens"
             points.append(
                 Point(c, record["kv_mib"], record["kld"], record["kld_se"] or 0.0, record["saving"] or 0.0,
-                      c in m.f16, hover.gid(text))
+                      c in m.f16, hover.gid(text), m.names[c])
             )  # fmt: skip
         floor = next(
             (r.kld_floor for (_, at), r in m.quality.items() if at == n and r.kld_floor is not None),
@@ -467,8 +558,8 @@ def tradeoff(m: Model) -> Optional[Made]:
     ax = fig.add_subplot(spec[0, :])
     n_ctx, points, unseen, floor = panels[main]
     everything = [p for _, shown, _, _ in panels.values() for p in shown]
-    texts = tradeoff_panel(ax, points, floor, scale=everything)
-    _absent(ax, {c: [_mib(float(m.memory[c, n_ctx].kv_bytes or 0))] for c in unseen})
+    texts = tradeoff_panel(ax, points, floor, scale=everything, look=m.look)
+    _absent(ax, m, {c: [_mib(float(m.memory[c, n_ctx].kv_bytes or 0))] for c in unseen})
     if floor is not None:
         name_floor(ax, floor)
     if ax.get_legend_handles_labels()[0]:
@@ -479,7 +570,7 @@ def tradeoff(m: Model) -> Optional[Made]:
         ax.set_title(f"{main} tokens", fontsize=9, loc="left", fontweight="bold")
     for i, n in enumerate(reversed(others)):
         small = fig.add_subplot(spec[1 + i // columns, i % columns])
-        tradeoff_panel(small, panels[n][1], panels[n][3], labels=False, size=5.5, scale=everything)
+        tradeoff_panel(small, panels[n][1], panels[n][3], labels=False, size=5.5, scale=everything, look=m.look)
         small.set_title(f"{n} tokens", fontsize=8, loc="left", fontweight="bold")
         small.tick_params(labelsize=7)
         if i % columns == 0:
@@ -488,12 +579,14 @@ def tradeoff(m: Model) -> Optional[Made]:
             small.tick_params(labelleft=False)
         small.set_xlabel("MiB", fontsize=7.5)
     r = m.quality[points[0].config, main]
-    notes.insert(0, _sample(r, main) + "; bars: standard error")
+    sure = any(p.kld_se for p in everything)
+    notes[:0] = [_sample(r, main), *([_BARS] if sure else [])]
     notes += ["names without room are left out; the data beside the figure has all"] if len(points) > FEW else []
     if main != n_ctx:
         notes.append(f"quality at {main} tokens, memory at {n_ctx}: their order is the same at every length")
     if any(panels[n][2] for n in lengths) or gaps:
-        notes += _missing(gaps, "x  quality not measured")
+        notes += _missing(m, gaps, "x  quality not measured")
+    notes += _cut(m, [p.config for p in points])
     best = [points[i].config for i in pareto([(p.mib, p.kld) for p in points])]
     worst = max(points, key=lambda p: p.kld)
     alt = (
@@ -520,7 +613,6 @@ def speed(m: Model) -> Optional[Made]:
     records: List[Dict[str, Any]] = []
     notes: List[str] = []
     seen = [c for c in m.configs if any(c == k for d in kinds for k, _ in m.speed[d])]
-    base = next((c for c in m.f16 if c in seen), None)
     depths = {d: sorted({n for _, n in m.speed[d]}) for d in kinds}
     names = {False: "prefill", True: "decode"}
     texts: Dict[Tuple[bool, str, int], str] = {}
@@ -542,7 +634,7 @@ def speed(m: Model) -> Optional[Made]:
                     texts[d, c, n] = (
                         f"{c}: {names[d]} {p.median:.1f} tokens/s after {n} tokens"
                         f" (quartiles {p.low:.1f} to {p.high:.1f}, {p.samples} sample{'s'[: p.samples != 1]})"
-                        + (f", {p.ratio:.2f}x of f16" if p.ratio is not None and c != base else "")
+                        + (f", {p.ratio:.2f}x of f16" if p.ratio is not None and c != "F16" else "")
                     )
                 records.append(record)
     most = max(len(v) for v in depths.values())
@@ -563,7 +655,8 @@ def speed(m: Model) -> Optional[Made]:
     size = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     notes.insert(0, f"median; bars: quartiles of {size} samples" if max(counts) > 1 else "one sample, no spread")
     notes += [m.left_out["speed"]] if "speed" in m.left_out else []
-    notes += _missing(list(dict.fromkeys(gaps)), "x  not measured")
+    notes += _missing(m, list(dict.fromkeys(gaps)), "x  not measured")
+    notes += _cut(m, seen)
     last = kinds[-1]
     deepest = depths[last][-1]
     there = {c: m.speed[last][c, deepest].median for c in seen if (c, deepest) in m.speed[last]}
@@ -574,7 +667,7 @@ def speed(m: Model) -> Optional[Made]:
     def finish() -> None:
         for ax, d in zip(axes, kinds):
             if d in ends:
-                name_ends(fig, ax, ends[d], 8)
+                name_ends(fig, ax, ends[d], 8, look=m.look, names=m.names)
 
     return Made(fig, "Speed by depth of the cache", records, alt, notes, hover.texts, finish)
 
@@ -583,7 +676,7 @@ def _speed_dots(ax: Any, m: Model, decode: bool, configs: Sequence[str], depth: 
                 texts: Mapping[Tuple[bool, str, int], str]) -> None:  # fmt: skip
     top = max(p.high for p in m.speed[decode].values())
     for i, c in enumerate(configs):
-        st, p = style(c), m.speed[decode].get((c, depth))
+        st, p = m.look[c], m.speed[decode].get((c, depth))
         if p is None:
             ax.plot(
                 [0.02], [i], marker="x", ms=5, mew=1.3, color=st.color, ls="none", transform=ax.get_yaxis_transform()
@@ -592,14 +685,14 @@ def _speed_dots(ax: Any, m: Model, decode: bool, configs: Sequence[str], depth: 
         ax.hlines(i, 0, p.median, color="#dddddd", lw=1, zorder=1)
         if p.samples > 1:
             ax.errorbar(p.median, i, xerr=[[p.median - p.low], [p.high - p.median]], fmt="none", ecolor=st.color,
-                        capsize=3, elinewidth=1.2, zorder=3)  # fmt: skip
+                        elinewidth=1.8, zorder=3)  # fmt: skip
         _marker(ax, p.median, i, st, hover.gid(texts[decode, c, depth]), 7)
         ax.annotate(
             f"{p.median:.1f}", (p.high, i), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8.5
         )
-    ax.set_yticks(range(len(configs)), configs, fontsize=9, fontweight="bold")
+    ax.set_yticks(range(len(configs)), [m.names[c] for c in configs], fontsize=9, fontweight="bold")
     for label, c in zip(ax.get_yticklabels(), configs):
-        label.set_color(ink(style(c).color))
+        label.set_color(ink(m.look[c].color))
     ax.set_ylim(len(configs) - 0.4, -0.6)
     ax.set_xlim(0, 1.16 * top)
     ax.set_xlabel("tokens per second", fontsize=9)
@@ -609,8 +702,6 @@ def _speed_dots(ax: Any, m: Model, decode: bool, configs: Sequence[str], depth: 
 
 def _speed_lines(ax: Any, m: Model, decode: bool, configs: Sequence[str], depths: Sequence[int], hover: Hover,
                  texts: Mapping[Tuple[bool, str, int], str]) -> List[Tuple[str, float, float]]:  # fmt: skip
-    from matplotlib.transforms import ScaledTranslation
-
     cells = m.speed[decode]
     positive = [n for n in depths if n > 0]
     # doublings are equal steps; depth 0 stands one step before the first
@@ -618,26 +709,26 @@ def _speed_lines(ax: Any, m: Model, decode: bool, configs: Sequence[str], depths
     ends: List[Tuple[str, float, float]] = []
     mine = [c for c in configs if any((c, n) in cells for n in depths)]
     absent: Dict[str, Sequence[float]] = {}
+    # side by side, so that bars at one depth don't hide each other; of some 300 points a depth has half its share
+    step = min(3.8, 150 / len(depths) / len(mine)) if len(depths) > 1 else 8
     for c in configs:
-        st = style(c)
-        # side by side, so that bars at one depth don't hide each other
-        aside = ScaledTranslation((mine.index(c) - (len(mine) - 1) / 2) * 2.4 / 72 if c in mine else 0, 0,
-                                  ax.figure.dpi_scale_trans)  # fmt: skip
+        st = m.look[c]
+        aside = _aside(ax, (mine.index(c), len(mine)) if c in mine else (0, 1), step)
         there = [n for n in depths if (c, n) in cells]
         ys = [cells[c, n].median if (c, n) in cells else math.nan for n in depths]
-        ax.plot(depths, ys, color=st.color, ls=st.line, lw=1.3, zorder=3, transform=ax.transData + aside)
+        ax.plot(depths, ys, color=st.color, ls=st.line, lw=1.3, zorder=3, transform=aside)
         wide = [(n, cells[c, n]) for n in there if cells[c, n].samples > 1]
         if wide:
             arms = [[p.median - p.low for _, p in wide], [p.high - p.median for _, p in wide]]
             ax.errorbar([n for n, _ in wide], [p.median for _, p in wide], yerr=arms, fmt="none", ecolor=st.color,
-                        capsize=2, elinewidth=1, zorder=3, transform=ax.transData + aside)  # fmt: skip
+                        elinewidth=1.4, zorder=3, transform=aside)  # fmt: skip
         for n in there:
             p = cells[c, n]
-            _marker(ax, n, p.median, st, hover.gid(texts[decode, c, n]), 6, transform=ax.transData + aside)
+            _marker(ax, n, p.median, st, hover.gid(texts[decode, c, n]), 6, transform=aside)
         if there:
             ends.append((c, there[-1], cells[c, there[-1]].median))
         absent[c] = [n for n in depths if n not in there] if there else []
-    _absent(ax, absent)
+    _absent(ax, m, absent)
     ax.minorticks_off()
     ax.set_xticks(depths, [tokens(n) for n in depths])
     step = 0.5 if len(depths) > 1 else 1
@@ -694,7 +785,7 @@ def pairs(m: Model) -> Optional[Made]:
                 pm = f" ± {short_number(r.kld_se)}" if r.kld_se else ""
                 gids[k, v] = hover.gid(f"K{k}V{v}: KLD {short_number(r.kld)}{pm}, {bits:g} bits per value")
     # beside the cells stand names and the bar, above and below them title, names and notes
-    fig = new_figure(WIDTH, 1.75 + min(0.8, (WIDTH - 1.7) / len(values)) * len(keys))
+    fig = new_figure(WIDTH, 1.3 + min(0.8, (WIDTH - 1.7) / len(values)) * len(keys))
     ax = fig.add_subplot()
     pair_panel(fig, ax, keys, values, {at: r.kld for at, r in found.items()}, axis, gids, 7.5)
     ax.tick_params(labelsize=8)
@@ -734,7 +825,7 @@ def sensitivity(m: Model) -> Optional[Made]:
     several = len({t[0] for t in twins}) > 1
     hover = Hover()
     records: List[Dict[str, Any]] = []
-    fig = new_figure(WIDTH, 1.75 + (0.44 if len(twins) < 8 else 0.3) * len(twins))
+    fig = new_figure(WIDTH, 1.4 + (0.44 if len(twins) < 8 else 0.3) * len(twins))
     ax = fig.add_subplot()
     floor = min((float(r.kld) for t in twins for r in t[3:] if r.kld and r.kld > 0), default=1e-6)
     ratios: List[float] = []
@@ -749,8 +840,8 @@ def sensitivity(m: Model) -> Optional[Made]:
             name = f"K{k}V{v}" if what == "keys" else f"K{v}V{k}"
             st, se = style(name), float(r.kld_se or 0)
             if se:
-                ax.errorbar(at, i, xerr=[[min(se, 0.9 * at)], [se]], fmt="none", ecolor=st.color, capsize=3,
-                            elinewidth=1.2, zorder=3)  # fmt: skip
+                ax.errorbar(at, i, xerr=[[min(se, 0.9 * at)], [se]], fmt="none", ecolor=st.color, elinewidth=1.8,
+                            zorder=3)  # fmt: skip
             pm = f" ± {short_number(se)}" if se else ""
             text = f"{name}: KLD {short_number(float(r.kld or 0))}{pm} at {n} tokens"
             _marker(ax, at, i, st, hover.gid(text), 8 if len(twins) < 8 else 6.5)
@@ -779,13 +870,12 @@ def sensitivity(m: Model) -> Optional[Made]:
     said = f"{better} of {len(ratios)}" if len(ratios) > 1 else "yes" if better else "no"
     typical = math.exp(statistics.fmean(map(math.log, ratios)))
     rule = "keys need more bits than values" if better * 2 > len(ratios) else "here keys don't need more than values"
-    notes.insert(0, f"same bytes in a line; right: KLD with wider values over KLD with wider keys, {_times(typical)}x "
-                    f"in the geometric mean; wider keys are better: {said}")  # fmt: skip
+    mean = f"; geometric mean {_times(typical)}x" if len(ratios) > 1 else ""
+    notes.insert(0, f"at the right: KLD with wider values over KLD with wider keys{mean}")
     r = twins[0][3]
-    notes.append(
-        "several lengths; bars: standard error" if several else _sample(r, twins[0][0]) + "; bars: standard error"
-    )
-    notes += _missing(alone, "the other of the two wasn't measured")
+    sample = f"text: {r.text or 'unknown'}, in chunks of the lengths" if several else _sample(r, twins[0][0])
+    notes += [f"wider keys are better: {said}; {sample}", _BARS]
+    notes += _missing(m, alone, "not compared, because not measured")
     span = " to ".join(dict.fromkeys((_times(min(ratios)), _times(max(ratios)))))
     alt = (
         f"Equal bytes, bits to keys or to values: {rule}; wider keys give the smaller KL divergence in {better} of "
@@ -796,7 +886,7 @@ def sensitivity(m: Model) -> Optional[Made]:
 
 
 def _times(x: float) -> str:
-    return f"{x:.0f}" if x >= 10 else f"{x:.1f}" if x >= 1 else f"{x:.2f}"
+    return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 1 else f"{x:.2f}"
 
 
 #: Marks of the error by layer that have a text of their own; more would make the file heavy.
@@ -824,27 +914,40 @@ def layers(m: Model) -> Optional[Made]:
     exact = [c for c in configs if not any((r.output_nse or 0) > 0 for (k, _), r in m.layers.items() if k == c)]
     drawn = [c for c in configs if c not in exact]
     marks = len(drawn) * len(places) <= LAYER_MARKS
+    stored: List[Tuple[Any, List[Tuple[str, float, float]], Dict[str, str]]] = []
     for ax, (name, label) in zip(axes, names):
         absent: Dict[str, Sequence[float]] = {}
+        series = {
+            c: [float(getattr(r, name) or math.nan) if (r := m.layers.get((c, n))) else math.nan for n in places]
+            for c in drawn
+        }
+        alike = _alike(series)
+        types: List[Tuple[str, float, float]] = []  # what is stored depends on one of the two types alone
         for c in drawn:
-            st = style(c)
-            rows = [m.layers.get((c, n)) for n in places]
-            ys = [math.nan if r is None or not getattr(r, name) else float(getattr(r, name)) for r in rows]
+            st, ys = m.look[c], series[c]
             there = [(n, y) for n, y in zip(places, ys) if not math.isnan(y)]
             if not there:
                 continue
             worst = max(there, key=lambda p: p[1])
             whole = f"{c}: {label}, largest NSE {worst[1]:.2g} in layer {worst[0]}"
             one_by_one = marks and name == "output_nse"
-            ax.plot(places, ys, color=st.color, ls=st.line, lw=1.2, zorder=3, marker=None if one_by_one else st.marker,
-                    ms=st.size(3), mew=0, gid=None if one_by_one else hover.gid(whole))  # fmt: skip
+            ax.plot(places, ys, color=st.color, ls=st.line, marker=st.marker if marks and not alike[c][0] else None,
+                    ms=0 if one_by_one else st.size(3), mew=0, gid=None if one_by_one else hover.gid(whole),
+                    **_beneath(alike[c], 1.2))  # fmt: skip
             for n, y in there if one_by_one else ():
                 _marker(ax, n, y, st, hover.gid(f"{c}, layer {n}: {label} NSE {y:.2g}"), 4.2)
             if name == "output_nse":
                 ends.append((c, *there[-1]))
-                absent[c] = [n for n, r in zip(places, rows) if r is None]
-        _absent(ax, absent)
+                absent[c] = [n for n in places if (c, n) not in m.layers]
+            elif not alike[c][0]:
+                types.append((c, *there[-1]))
+        side = {c: m.types[c][name == "v_nse"] for c, _, _ in types}
+        short = short_names(list(dict.fromkeys(side.values())))
+        stored.append((ax, types, {c: short[t] for c, t in side.items()}))
+        _absent(ax, m, absent)
         ax.set_yscale("log")
+        if ax.lines:
+            _log_ticks(ax.yaxis, *ax.get_ylim())
         ax.set_title(label, fontsize=9, loc="left", fontweight="bold")
         ax.set_ylabel("NSE", fontsize=9)
         plain(ax)
@@ -854,12 +957,14 @@ def layers(m: Model) -> Optional[Made]:
     axes[-1].set_xlim(places[0] - 0.5, places[-1] + 0.5)
     axes[-1].set_xlabel("layer, as a SPEC counts", fontsize=9)
     gaps = {c: [n for n in places if (c, n) not in m.layers] for c in drawn}
-    missing = [f"{c}: {', '.join(map(str, v[:6]))}{' ...' if len(v) > 6 else ''}" for c, v in gaps.items() if v]
+    missing = [
+        f"{m.names[c]}: {', '.join(map(str, v[:6]))}{' ...' if len(v) > 6 else ''}" for c, v in gaps.items() if v
+    ]
     notes = [f"NSE: |error|² / |exact|², dimensionless; text of {m.layers_length} tokens"]
     notes += [f"x  layers not measured: {'; '.join(missing)}"] if missing else []
-    notes += [f"exact, not on a log scale: {', '.join(exact)}"] if exact else []
+    notes += [f"exact, so not on a log scale: {', '.join(m.names[c] for c in exact)}"] if exact else []
     notes += [m.left_out["layers"]] if "layers" in m.left_out else []
-    notes += _never(m, configs, "layer rows")
+    notes += _never(m, configs, "layer rows") + _cut(m, drawn)
     mean: Dict[int, float] = {}
     for n in places:
         logs = [math.log(float(r.output_nse)) for c in drawn if (r := m.layers.get((c, n))) and r.output_nse]
@@ -869,7 +974,14 @@ def layers(m: Model) -> Optional[Made]:
     if mean:
         first = max(mean, key=lambda n: mean[n])
         alt += f"; over all of them the output of layer {first} has the largest"
-    return Made(fig, "Error by layer", records, alt + ".", notes, hover.texts, lambda: name_ends(fig, axes[0], ends, 8))
+
+    def finish() -> None:
+        name_ends(fig, axes[0], ends, 8, look=m.look, names=m.names)
+        black = Style("#444444", "")
+        for ax, types, written in stored[1:]:
+            name_ends(fig, ax, types, 8, look={c: black for c in written}, names=written)
+
+    return Made(fig, "Error by layer", records, alt + ".", notes, hover.texts, finish)
 
 
 def retrieval(m: Model) -> Optional[Made]:
@@ -882,7 +994,7 @@ def retrieval(m: Model) -> Optional[Made]:
     configs = m.of_kind(m.retrieval)
     lengths = sorted({n for _, n in m.retrieval})
     depths = sorted({d for r in m.retrieval.values() for d in r.needle_depths or []})
-    columns = min(3, len(configs))
+    columns = min(2 if any(len(m.names[c]) > 8 for c in configs) else 3, len(configs))
     lines = -(-len(configs) // columns)
     fig = new_figure(WIDTH, 1.35 + lines * (0.62 + 0.25 * len(depths)))
     grid = fig.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
@@ -923,7 +1035,8 @@ def retrieval(m: Model) -> Optional[Made]:
         ax.set_xticks([k + 0.5 for k in range(len(lengths))], names, fontsize=8)
         ax.set_yticks([k + 0.5 for k in range(len(depths))], [f"{100 * d:.0f} %" for d in depths], fontsize=8)
         ax.tick_params(length=0)
-        ax.set_title(f"{c}  {hits}/{tries}", fontsize=9, loc="left", fontweight="bold", color=ink(style(c).color))
+        head = f"{m.names[c]}  {hits}/{tries}"
+        ax.set_title(head, fontsize=9, loc="left", fontweight="bold", color=ink(m.look[c].color))
         for side in ax.spines.values():
             side.set_visible(False)
         # the last of a column may not stand in the last line
@@ -934,8 +1047,8 @@ def retrieval(m: Model) -> Optional[Made]:
             ax.set_ylabel("place in the text", fontsize=8)
     notes = ["numbers that came back without a mistake / tries; darker: more were lost"]
     hatched = any(d["found"] is None for d in records)
-    notes += _missing(gaps, "hatched: not measured") or (["hatched: not measured"] if hatched else [])
-    notes += _never(m, configs, "retrieval rows")
+    notes += _missing(m, gaps, "hatched: not measured") or (["hatched: not measured"] if hatched else [])
+    notes += _never(m, configs, "retrieval rows") + _cut(m, configs)
     alt = "Hidden numbers found: " + ", ".join(f"{c} {a} of {b}" for c, (a, b) in found_all.items()) + "."
     return Made(fig, "Needles found", records, alt, notes, hover.texts)
 
@@ -955,14 +1068,36 @@ class Cell(NamedTuple):
 _Column = Tuple[str, str, float, Dict[str, Cell]]  # head, below it, share of the width, cells by configuration
 
 
+#: Inches of a column that is one share wide.
+SHARE = 0.72
+
+
+def _shares(text: str, points: float, *, bold: bool = False) -> float:
+    """How wide a text is, as a share of the summary's width."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=points, weight="bold" if bold else "normal")
+    width, _, _ = text_to_path.get_text_width_height_descent(text, font, False)
+    return float(width) / 72 / (0.97 * SHARE)  # the figure's margins are taken from the shares
+
+
+def _pm(value: float, decimals: int, scale: float = 1) -> str:
+    """A standard error, that isn't called 0 because its digits are too few."""
+    text = short_number(scale * value, decimals) if scale == 1 else f"{scale * value:.{decimals}f}"
+    return f"± <{10**-decimals:.{decimals}f}" if value > 0 and float(text) == 0 else f"± {text}"
+
+
 def _columns(m: Model) -> List[_Column]:
     out: List[_Column] = []
 
     def add(head: str, below: str, share: float, cells: Dict[str, Cell]) -> None:
         if cells:
-            # a bold digit takes an eighth of a unit, and the star and its blank count as two
-            longest = 2 + max(len(x.value) for x in cells.values())
-            out.append((head, below, max(share, 0.2 + 0.122 * longest), cells))
+            # any of them may get the star
+            wide = [_shares(f"★ {x.value}", 9, bold=True) for x in cells.values()]
+            wide += [_shares(x.below, 7) for x in cells.values()]
+            wide += [_shares(head, 8.5, bold=True), _shares(below, 7)]
+            out.append((head, below, max(share, 0.22 + max(wide)), cells))
 
     n_ctx = max((n for _, n in m.memory), default=0)
     add("KV cache", f"MiB at {tokens(n_ctx)}", 1.25, {
@@ -990,21 +1125,21 @@ def _columns(m: Model) -> List[_Column]:
         if r.ppl is None:
             change[c] = Cell("NaN")
         elif r.ppl_change is not None:
-            change[c] = Cell(f"{100 * r.ppl_change:+.2f} %", f"± {100 * (r.ppl_change_se or 0):.2f}",
+            change[c] = Cell(f"{100 * r.ppl_change:+.2f} %", _pm(r.ppl_change_se or 0, 2, 100),
                              abs(r.ppl_change), r.ppl_change_se or 0.0)  # fmt: skip
         elif r.ppl_ratio is not None:
-            change[c] = Cell(f"{100 * (r.ppl_ratio - 1):+.2f} %", f"± {100 * (r.ppl_ratio_se or 0):.2f}",
+            change[c] = Cell(f"{100 * (r.ppl_ratio - 1):+.2f} %", _pm(r.ppl_ratio_se or 0, 2, 100),
                              abs(r.ppl_ratio - 1), r.ppl_ratio_se or 0.0)  # fmt: skip
         else:
             change[c] = Cell(f"{r.ppl:.3f}", f"± {r.ppl_se or 0:.3f}")
     add("PPL change", where, 1.3, change)
     add("KLD", f"{where}, nats", 1.2, {
         c: Cell("NaN") if r.kld is None else Cell(
-            short_number(r.kld, 5), f"± {short_number(r.kld_se or 0, 5)}", r.kld, r.kld_se or 0.0)
+            short_number(r.kld, 5), _pm(r.kld_se or 0, 5), r.kld, r.kld_se or 0.0)
         for c, r in rows.items() if r.kld is not None or r.finite is False
     })  # fmt: skip
     add("same top", where, 1.25, {
-        c: Cell(f"{100 * r.top1:.1f} %", f"± {100 * (r.top1_se or 0):.1f}", -r.top1, r.top1_se or 0.0)
+        c: Cell(f"{100 * r.top1:.1f} %", _pm(r.top1_se or 0, 1, 100), -r.top1, r.top1_se or 0.0)
         for c, r in rows.items() if r.top1 is not None
     })  # fmt: skip
     found: Dict[str, int] = {}
@@ -1048,9 +1183,12 @@ def summary(m: Model) -> Optional[Made]:
     if not columns or not shown:
         return None
     hover = Hover()
-    first = 1.45
+    stored = {c: "/".join(m.types[c]) for c in shown}
+    stored = {c: t if len(t) <= 19 else f"{t[:18]}…" for c, t in stored.items()}
+    longest = max(max(_shares(m.names[c], 9.5, bold=True), _shares(stored[c], 7)) for c in shown)
+    first = max(1.45, 0.34 + longest + 0.1)
     wide = first + sum(share for _, _, share, _ in columns)
-    width = max(WIDTH, 0.72 * wide)
+    width = max(WIDTH, SHARE * wide)
     line = 0.42
     fig = new_figure(width, 1.35 + line * len(shown))
     ax = fig.add_subplot()
@@ -1062,14 +1200,10 @@ def summary(m: Model) -> Optional[Made]:
     for i, c in enumerate(shown):
         if i % 2 == 0:
             ax.add_patch(Rectangle((0, i), wide, 1, facecolor="#f4f4f4", edgecolor="none", zorder=0))
-        st = style(c)
+        st = m.look[c]
         _marker(ax, 0.16, i + 0.5, st, hover.gid(f"{c}: stored as {'/'.join(m.types[c])}"), 7)
-        name = c if len(c) <= 13 else f"{c[:12]}…"
-        stored = "/".join(m.types[c])
-        ax.text(0.34, i + 0.34, name, fontsize=9.5, fontweight="bold", color=ink(st.color), va="center")
-        ax.text(
-            0.34, i + 0.72, stored if len(stored) <= 16 else f"{stored[:15]}…", fontsize=7, color=_GREY, va="center"
-        )
+        ax.text(0.34, i + 0.34, m.names[c], fontsize=9.5, fontweight="bold", color=ink(st.color), va="center")
+        ax.text(0.34, i + 0.72, stored[c], fontsize=7, color=_GREY, va="center")
         records.append({"config": c, "type_k": m.types[c][0], "type_v": m.types[c][1]})
     left = first
     lacking = False
@@ -1101,7 +1235,7 @@ def summary(m: Model) -> Optional[Made]:
     rows = [r for (_, n), r in m.quality.items() if n == max(n for _, n in m.quality)]
     notes += [_sample(rows[0], _length(rows[0]))] if rows else []
     notes += ["hatched: not measured"] if lacking else []
-    notes += _more(measured, shown)
+    notes += _more(measured, shown) + _cut(m, shown)
     least = min((r for r in m.memory.values()), key=lambda r: float(r.bits_per_value or 99), default=None)
     alt = f"{len(shown)} configurations side by side: " + ", ".join(shown)
     if least is not None and least.saving:
@@ -1137,7 +1271,15 @@ def check_names(names: Sequence[str]) -> None:
 
 def draw(rows: Sequence[Row], names: Optional[Sequence[str]] = None, title: Optional[str] = None) -> List[Chart]:
     """As :func:`kvsplit.plots.charts`."""
+    import matplotlib
+
     check_names(names or ())
+    # names of files and labels are no formulas
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return _draw(rows, names, title)
+
+
+def _draw(rows: Sequence[Row], names: Optional[Sequence[str]], title: Optional[str]) -> List[Chart]:
     by: Dict[str, List[Row]] = {}
     for r in rows:
         by.setdefault(r.provenance.model_sha256, []).append(r)
@@ -1159,12 +1301,13 @@ def _chart(made: Made, name: str, kind: str, m: Model, title: Optional[str]) -> 
     fig = made.figure
     whole = f"{made.title}: {title or Path(m.name).stem}"
     letters = int(fig.get_figwidth() * 9.6)  # of the title's font that fit
-    fig.suptitle(
-        textwrap.fill(whole, letters, break_on_hyphens=False), fontsize=11, fontweight="bold", x=0.015, ha="left"
-    )
+    head = textwrap.wrap(whole, letters, break_on_hyphens=False)
+    fig.suptitle("\n".join(head), fontsize=11, fontweight="bold", x=0.015, ha="left")
     note = "\n".join(made.notes)
     small = int(fig.get_figwidth() * 15.6)
     lines = [part for n in made.notes for part in textwrap.wrap(n, small)]
+    # what stands around the panels has room of its own: figures are made for a title and a note of one line
+    fig.set_figheight(fig.get_figheight() + (1.2 * 11 * (len(head) - 1) + 1.2 * 7.5 * (len(lines) - 1)) / 72)
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=_GREY, x=0.015, ha="left")
     fig.draw_without_rendering()
     made.finish()

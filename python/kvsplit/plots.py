@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -16,7 +17,8 @@ import xml.etree.ElementTree as ET
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from types import MappingProxyType
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from kvsplit.errors import CacheFolderError, UsageError
 from kvsplit.results import Row, Summary
@@ -80,18 +82,55 @@ def style(config: str) -> Style:
     """The look of a configuration: the same label looks the same in every figure and every run.
 
     Presets differ from each other in marker or line. Other labels (SPECs by layer, upstream's types) get a look by
-    their checksum, so that two of them may share one.
+    their checksum, so that two of them may share one: :func:`looks` keeps them apart.
     """
+    return _fixed(config) or _numbered(zlib.crc32(config.encode()))
+
+
+def _fixed(config: str) -> Optional[Style]:
+    """The look of a label that has one whatever else is drawn."""
     known = _STYLES.get(config) or _UPSTREAM.get(config)
-    if known is not None:
-        return known
     preset = _PRESET.fullmatch(config)
-    if preset is not None:
-        color, line = _VALUE_LOOKS[int(preset.group(2))]
-        return Style(color, _KEY_MARKERS[int(preset.group(1))], line)
-    n = zlib.crc32(config.encode())
-    looks, markers = list(_VALUE_LOOKS.values()), list(_KEY_MARKERS.values())
-    return Style(looks[n % 8][0], markers[n // 8 % 8], looks[n // 64 % 8][1])
+    if known is not None or preset is None:
+        return known
+    color, line = _VALUE_LOOKS[int(preset.group(2))]
+    return Style(color, _KEY_MARKERS[int(preset.group(1))], line)
+
+
+def _numbered(n: int) -> Style:
+    """One of 512 looks: every colour with every marker and every line of the presets' two tables."""
+    values, markers = list(_VALUE_LOOKS.values()), list(_KEY_MARKERS.values())
+    return Style(values[n % 8][0], markers[n // 8 % 8], values[n // 64 % 8][1])
+
+
+def looks(configs: Iterable[str]) -> Dict[str, Style]:
+    """Looks for what is drawn together: no two are the same, and they don't depend on the order.
+
+    Presets look as everywhere. Another label whose look is taken gets the next one that is free: one that differs
+    from all others even without its line (points have none) and even without its colour, as long as there is one.
+    """
+    out: Dict[str, Style] = {}
+    others: List[str] = []
+    for c in sorted(set(configs)):
+        fixed = _fixed(c)
+        if fixed is None:
+            others.append(c)
+        else:
+            out[c] = fixed
+    points = {(s.color, str(s.marker)) for s in out.values()}
+    greys = {(str(s.marker), str(s.line)) for s in out.values()}
+    both = {(s.color, str(s.marker), str(s.line)) for s in out.values()}
+    for c in others:
+        n = zlib.crc32(c.encode())
+        tries = [_numbered(n + i) for i in range(512)]
+        free = [s for s in tries if (s.color, str(s.marker), str(s.line)) not in both]
+        apart = [s for s in free if (s.color, str(s.marker)) not in points]
+        best = [s for s in apart if (str(s.marker), str(s.line)) not in greys]
+        s = out[c] = (best or apart or free or tries)[0]  # beyond 512 labels nothing is left to tell them apart
+        points.add((s.color, str(s.marker)))
+        greys.add((str(s.marker), str(s.line)))
+        both.add((s.color, str(s.marker), str(s.line)))
+    return out
 
 
 def _luminance(color: Any) -> float:
@@ -133,13 +172,50 @@ def new_figure(width: float, height: float) -> Any:
     return fig
 
 
+#: What figures and the data beside them name as what made them: only such a file may be replaced.
+GENERATOR = "kvsplit plot"
+
+
 def is_ours(path: Path) -> bool:
-    """True if a file is what :meth:`Chart.save` writes beside a figure."""
+    """True if a file is a figure that :meth:`Chart.save` drew, or the data that it wrote beside one."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = path.read_bytes()
+    except OSError:
         return False
-    return isinstance(data, dict) and {"figure", "command", "rows", "data"} <= set(data)
+    if path.suffix == ".json":
+        try:
+            known = json.loads(data)
+        except ValueError:
+            return False
+        return isinstance(known, dict) and known.get("generator") == GENERATOR
+    mark = {
+        ".svg": f'data-generator="{GENERATOR}"'.encode(),
+        ".png": b"tEXtSoftware\0" + GENERATOR.encode(),
+        ".pdf": f"/Creator ({GENERATOR})".encode(),
+    }.get(path.suffix)
+    return mark is not None and mark in data
+
+
+def check_free(paths: Iterable[Path], *, replace: bool) -> None:
+    """Refuse to write where something lies that must stay.
+
+    Args:
+        paths: what is to be written.
+        replace: figures of ours may be replaced.
+
+    Raises:
+        UsageError: names the first file that must stay, and the way out.
+    """
+    for path in paths:
+        if not os.path.lexists(path):
+            continue
+        if not is_ours(path):
+            raise UsageError(
+                f"--out: {path} is there already and no figure that {GENERATOR} drew, so it stays; "
+                "give another folder, or move it"
+            )
+        if not replace:
+            raise UsageError(f"--out: {path} is there already; give another folder, or --force to replace it")
 
 
 @dataclass
@@ -204,6 +280,7 @@ class Chart:
                 e.insert(0, title)
         root.set("role", "img")
         root.set("aria-label", self.alt)
+        root.set("data-generator", GENERATOR)
         if page:
             root.set("width", "100%")
             root.attrib.pop("height", None)
@@ -212,6 +289,7 @@ class Chart:
     def data(self, command: str = "", sources: Sequence[Mapping[str, str]] = ()) -> Dict[str, Any]:
         """What lies beside the figure: its data, the files of its rows, and the command that draws it."""
         return {
+            "generator": GENERATOR,
             "figure": self.kind or self.name,
             "model": self.model,
             "title": self.title,
@@ -245,28 +323,27 @@ class Chart:
             formats: of :data:`FORMATS`.
             command: that draws the figure, for the record.
             sources: for each file of rows its ``file`` and ``sha256``, for the record.
-            replace: write over files that are there.
+            replace: write over figures of ours that are there.
 
         Returns:
             The files written, the JSON last.
 
         Raises:
-            UsageError: a format is unknown, or a file is there; nothing is written then.
+            UsageError: a format is unknown, or a file is there that must stay (:func:`check_free`); nothing is written
+                then.
             CacheFolderError: the folder can't be written.
         """
         unknown = [f for f in formats if f not in FORMATS]
         if unknown:
             raise UsageError(f"--format: {unknown[0]!r} is none of {', '.join(FORMATS)}")
         paths = self.paths(folder, stem, formats)
-        there = [] if replace else [p for p in paths if p.exists()]
-        if there:
-            raise UsageError(f"--out: {there[0]} is there already; choose another folder, or --force to replace it")
+        check_free(paths, replace=replace)
         data = json.dumps(self.data(command, sources), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(paths[-1], data.encode())  # first: it says whose the figures are
             for path in paths[:-1]:
-                _write(path, self._drawn(path.suffix[1:]))
+                _write(path, self._drawn(path.suffix[1:]), replace=replace)
+            _write(paths[-1], data.encode(), replace=replace)
         except OSError as e:
             raise CacheFolderError(f"--out: {folder} can't be written ({e.strerror or e})") from None
         return paths
@@ -278,7 +355,10 @@ class Chart:
             return b'<?xml version="1.0" encoding="utf-8"?>\n' + self._svg(text=False, page=False).encode()
         out = io.BytesIO()
         with matplotlib.rc_context(RC):
-            self.figure.savefig(out, format=form, metadata={"CreationDate": None} if form == "pdf" else None)
+            # said instead of matplotlib's version, too: a new one alone changes no file
+            self.figure.savefig(out, format=form, metadata={
+                "pdf": {"CreationDate": None, "Creator": GENERATOR}, "png": {"Software": GENERATOR},
+            }.get(form))  # fmt: skip
         return out.getvalue()
 
 
@@ -340,11 +420,25 @@ def charts(rows: Sequence[Row], names: Optional[Sequence[str]] = None, *, title:
     return figures.draw(rows, names, title)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file in one step: a reader sees the old one or the whole new one."""
+def _write(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Write a file in one step: a reader sees the old one or the whole new one.
+
+    Raises:
+        FileExistsError: it is there, perhaps since a moment ago, and ``replace`` is False.
+        OSError: it can't be written.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
+        if not replace:
+            try:
+                os.link(part, path)  # unlike a rename it never replaces
+                return
+            except FileExistsError:
+                raise
+            except OSError:  # no hard links here
+                if os.path.lexists(path):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -423,6 +517,12 @@ class Point:
     saving: float = 0.0
     is_f16: bool = False
     gid: Optional[str] = None
+    name: str = ""  # what is written beside it, if that isn't the configuration's whole label
+
+    @property
+    def text(self) -> str:
+        """What is written beside it."""
+        return self.name or self.config
 
 
 def tradeoff_panel(
@@ -433,6 +533,7 @@ def tradeoff_panel(
     labels: bool = True,
     size: float = 8,
     scale: Sequence[Point] = (),
+    look: Mapping[str, Style] = MappingProxyType({}),
 ) -> List[Any]:
     """Draw memory against KL divergence and return the labels, for :func:`_place_labels` once the layout is known.
 
@@ -443,6 +544,7 @@ def tradeoff_panel(
         labels: name the points.
         size: of the markers, points.
         scale: what the vertical axis has to have room for; the points where it is empty.
+        look: of :func:`looks`; where it lacks a configuration that has its own.
     """
     xy = [(p.mib, p.kld) for p in points]
     front = pareto(xy)
@@ -453,10 +555,10 @@ def tradeoff_panel(
         ax.axhline(floor, color="#000000", lw=0.9, ls=(0, (4, 3)), zorder=1)
     texts = []
     for p in points:
-        st = style(p.config)
+        st = look.get(p.config) or style(p.config)
         if p.kld_se:
-            ax.errorbar(p.mib, p.kld, yerr=p.kld_se, fmt="none", ecolor=st.color, capsize=size / 3, elinewidth=1.2,
-                        zorder=3)  # fmt: skip
+            # without caps, so that one smaller than its mark leaves no crumbs around it
+            ax.errorbar(p.mib, p.kld, yerr=p.kld_se, fmt="none", ecolor=st.color, elinewidth=1.5, zorder=3)
         ax.plot(
             [p.mib], [p.kld], marker=st.marker, color=st.color, ms=st.size(size), ls="none", zorder=3,
             markeredgecolor="white", markeredgewidth=0.8, clip_on=False, gid=p.gid,
@@ -465,7 +567,7 @@ def tradeoff_panel(
             saved = f"  ({100 * p.saving:.0f} % less)" if p.saving and len(points) <= FEW else ""
             texts.append(
                 ax.annotate(
-                    f"{p.config}{saved}", (p.mib, p.kld), xytext=(9, 5), textcoords="offset points",
+                    f"{p.text}{saved}", (p.mib, p.kld), xytext=(9, 5), textcoords="offset points",
                     color=ink(st.color), fontsize=9, fontweight="bold", zorder=4,
                 )
             )  # fmt: skip
@@ -476,13 +578,35 @@ def tradeoff_panel(
     if positive and max(positive) / min(positive) > 50:
         ax.set_yscale("symlog", linthresh=min(positive), linscale=0.5)
         ax.set_ylim(-0.03 * min(positive), top * 2)
-        decades = range(math.ceil(math.log10(min(positive))), math.floor(math.log10(top * 2)) + 1)
-        ax.set_yticks([0, *(10.0**e for e in decades)])
+        # small panels and many decades have room for few
+        ticks = log_ticks(min(positive), top * 2, many=labels)
+        ax.set_yticks([0, *ticks], ["0", *map(tick_text, ticks)])
     else:
         ax.set_ylim(-0.03 * top, top * 1.15)
     ax.set_xlim(0, max(p.mib for p in points) * 1.08)
     plain(ax)
     return texts
+
+
+def log_ticks(low: float, high: float, *, many: bool = True) -> List[float]:
+    """Ticks of a log scale: 1, 2 and 5 of each decade, or the decades alone where these are many enough.
+
+    On a scale so short that it has fewer than two of them, every 1 to 9, and at last its ends.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    short = math.log10(high / low) < (2.5 if many else 1.5)
+    found: List[float] = []
+    for steps in ((1, 2, 5), range(1, 10)) if short else ((1,), (1, 2, 5)):
+        # through text: 3 * 10**-3 is no 0.003
+        found = [t for e in decades for s in steps if low <= (t := float(f"{s}e{e}")) <= high]
+        if len(found) > 1:
+            return found
+    return [low, high]
+
+
+def tick_text(value: float) -> str:
+    """A tick in plain digits, in powers of ten below a ten-thousandth: ``200``, ``0.005``, ``2e-5``."""
+    return re.sub(r"e-0*", "e-", f"{value:.3g}") if value < 100 else f"{value:.0f}"
 
 
 def plain(ax: Any, *, grid: str = "both") -> None:
@@ -513,14 +637,31 @@ def spread(wanted: Sequence[float], gap: float) -> List[float]:
     return [f + i * gap for i, f in enumerate(flat)]
 
 
-def name_ends(fig: Any, ax: Any, ends: Sequence[Tuple[str, float, float]], fontsize: float = 9) -> None:
-    """Name lines at their right ends (configuration, x, y), one below the other, so that no legend is needed."""
-    placed = sorted((float(ax.transData.transform((x, y))[1]), name, x, y) for name, x, y in ends)
+def name_ends(
+    fig: Any,
+    ax: Any,
+    ends: Sequence[Tuple[str, float, float]],
+    fontsize: float = 9,
+    *,
+    look: Mapping[str, Style] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Name lines at their right ends, one below the other, so that no legend is needed.
+
+    Args:
+        fig, ax: whose layout is done.
+        ends: configuration, x and y of each; those of one height are named downwards in this order.
+        fontsize: points.
+        look: of :func:`looks`; where it lacks a configuration that has its own.
+        names: what is written instead of a configuration's label.
+    """
+    placed = sorted((float(ax.transData.transform((x, y))[1]), -i, c, x, y) for i, (c, x, y) in enumerate(ends))
     pixels = spread([p[0] for p in placed], 1.3 * fontsize * fig.dpi / 72)
-    for (_, name, x, y), pixel in zip(placed, pixels):
+    for (_, _, c, x, y), pixel in zip(placed, pixels):
         place = float(ax.transAxes.inverted().transform((0, pixel))[1])
         ax.annotate(
-            name, (x, y), xytext=(1.03, place), textcoords=ax.transAxes, color=ink(style(name).color),
+            names.get(c, c), (x, y), xytext=(1.03, place), textcoords=ax.transAxes,
+            color=ink((look.get(c) or style(c)).color),
             fontsize=fontsize, fontweight="bold", va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#bbbbbb", "shrinkA": 0, "shrinkB": 5},
         )  # fmt: skip
@@ -557,7 +698,7 @@ def memory_quality(
     floor: Optional[float] = next((s.kld_floor for s in pts if s.kld_floor is not None), None)
     fig = new_figure(7.2, 4.6)
     ax = fig.add_subplot()
-    texts = tradeoff_panel(ax, points, floor)
+    texts = tradeoff_panel(ax, points, floor, look=looks(p.config for p in points))
     n_ctx = next((s.n_ctx for s in pts if s.n_ctx), None)
     ax.set_xlabel(f"KV cache (MiB{f', {n_ctx} tokens' if n_ctx else ''})")
     ax.set_ylabel("mean KL divergence from f16 (nats per token)")
@@ -632,7 +773,8 @@ def pair_panel(
     # f16 against itself is 0 but for rounding: it would stretch the scale over decades that nothing else uses
     shown = [v for k, v in cells.items() if v is not None and v > 0 and k != (16, 16)]
     low, high = (min(shown), max(shown)) if shown else (1e-3, 1.0)
-    norm = LogNorm(low, high if high > low else low * 10)
+    high = high if high > low else low * 10
+    norm = LogNorm(low, high)
     cmap = matplotlib.colormaps["cividis_r"]
     for row, k in enumerate(keys):
         for col, v in enumerate(values):
@@ -674,6 +816,9 @@ def pair_panel(
         side.set_visible(False)
     bar = fig.colorbar(ScalarMappable(norm, cmap), ax=ax, shrink=0.8, pad=0.02)
     bar.set_label("mean KLD from f16 (nats per token)", fontsize=9)
+    ticks = log_ticks(low, high)
+    bar.set_ticks(ticks, labels=list(map(tick_text, ticks)))
+    bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=8.5)
     bar.outline.set_visible(False)
 
@@ -729,8 +874,9 @@ def decode_depth(
     fig = new_figure(7.6, 4.8)
     ax = fig.add_subplot()
     ends: List[Tuple[str, float, float]] = []
+    look = looks(series)
     for name, pts in series.items():
-        st = style(name)
+        st = look[name]
         xs, ys = [p[0] for p in pts], [p[1] for p in pts]
         below, above = [p[1] - p[2] for p in pts], [p[3] - p[1] for p in pts]
         ax.errorbar(
@@ -760,5 +906,5 @@ def decode_depth(
     plain(ax)
 
     fig.canvas.draw()
-    name_ends(fig, ax, ends)
+    name_ends(fig, ax, ends, look=look)
     _save_figure(fig, output)

@@ -27,7 +27,7 @@ import kvsplit
 from kvsplit import stats
 from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
 from kvsplit.policy import KVQuant
-from kvsplit.results import Row, Summary, same_rounds, summarize
+from kvsplit.results import Row, Summary, speed_ratio, summarize
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -37,9 +37,9 @@ GENERATOR = "kvsplit report"
 #: Chunks from which an error of the mean is taken for one at all, and those from which it is taken without a remark.
 #: Two standard errors hold the true value in 95 % of cases for many chunks, in 86 % for 4, in 92 % for 8 (Student's t).
 MIN_CHUNKS, ENOUGH_CHUNKS = 4, 8
-#: Rounds of a speed from which a ratio is shown, and those from which its interval is sure enough for a verdict: the
-#: smallest and the largest of n ratios enclose the median with a certainty of 1 - 2 / 2^n, 75 % for 3, 94 % for 5.
-MIN_ROUNDS, SURE_ROUNDS = 3, 5
+#: Rounds of a speed from which a ratio's interval is sure enough for a verdict: the smallest and the largest of n
+#: ratios enclose the median with a certainty of 1 - 2 / 2^n, 94 % for 5.
+SURE_ROUNDS = 5
 #: Standard errors that a bound lies away from its mean.
 N_SE = 2
 
@@ -318,7 +318,8 @@ def _why_no_ratio(line: Line, place: Place) -> str:
     if place.f16 is None or not place.f16.s.decode_samples:
         return "f16's speed was not measured"
     if line.rounds:
-        return f"{line.rounds} rounds shared with f16 are too few, {SURE_ROUNDS} are needed"
+        shared = f"{line.rounds} round{'s'[: line.rounds != 1]} shared with f16 {'is' if line.rounds == 1 else 'are'}"
+        return f"{shared} too few, {SURE_ROUNDS} are needed"
     return "not measured in the same rounds as f16"
 
 
@@ -388,9 +389,17 @@ def _command(section: Section, place: Place, configs: Sequence[str], metric: str
     length = f" --seq-len {place.length}" if place.length >= 128 else ""  # the least that it takes
     asked = next((r.device for r in section.rows if r.device and r.device != "auto"), None)
     device = f" --device {shlex.quote(asked)}" if asked else ""
+    on = ""
+    if {"perplexity", "all"} & set(metric.split(",")):  # another text or number of chunks couldn't be compared
+        told = (x.last("quality") for x in place.lines if x.sample == place.sample)
+        q = next((r for r in told if r is not None), None)
+        if q is not None and q.text and not q.text.startswith("pydoc_data"):  # the default
+            on += f" --text {shlex.quote(q.text)}"
+        if q is not None and (q.chunks or 0) >= MIN_CHUNKS:
+            on += f" --chunks {q.chunks}"
     return (
         f"kvsplit bench --model {shlex.quote(section.filename)} --config {shlex.quote(sep.join(configs))}"
-        f"{length} --metric {metric}{device}"
+        f"{length} --metric {metric}{on}{device}"
     )
 
 
@@ -417,7 +426,10 @@ def _missing(
         # f16 goes along: speeds can be compared only within a run, and KLD means nothing without its floor
         command = _command(section, place, ["F16", *lacking], ",".join(together))
         if "too few" in text:
-            command += f" --chunks {ENOUGH_CHUNKS}" if "perplexity" in together else f" --repeat {SURE_ROUNDS}"
+            if "perplexity" not in together:
+                command += f" --repeat {SURE_ROUNDS}"
+            elif "--chunks" not in command:
+                command += f" --chunks {ENOUGH_CHUNKS}"
         out.append(Missing(f"{' and '.join(words[m] for m in together)} of {_names(lacking)}: {text}", command))
     return out
 
@@ -545,9 +557,7 @@ def _ratio(line: Line, base: Line, *, generated: bool) -> Tuple[Optional[Tuple[f
 
     if line is base:
         return None, 0
-    own, other = same_rounds(speeds(line), speeds(base))
-    found = stats.ratio(own, other)
-    return (found, len(own)) if found is not None and len(own) >= MIN_ROUNDS else (None, len(own))
+    return speed_ratio(speeds(line), speeds(base))
 
 
 # ---- numbers
@@ -829,7 +839,7 @@ def _value(v: Any) -> str:
     if isinstance(v, bool):
         return "yes" if v else "no"
     if isinstance(v, float):
-        return f"{v:.6g}"
+        return f"{v + 0.0:.6g}"  # no -0
     return v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
 
 
@@ -1124,7 +1134,7 @@ def write(path: Path, html: str, *, force: bool = False) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(part, "x", encoding="utf-8", newline="\n") as f:
+            with open(part, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
                 f.write(html)
                 f.flush()
                 os.fsync(f.fileno())

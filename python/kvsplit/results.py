@@ -7,6 +7,7 @@ keep its names; the rest says what was asked, what ran, and where it came from.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -17,8 +18,22 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union, get_type_hints
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+from kvsplit import stats
 from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
 
 if sys.platform == "win32":
@@ -38,6 +53,16 @@ KINDS: Dict[str, Tuple[str, ...]] = {
     "layer": ("seq_len", "text_sha256", "layer", "k_nse", "v_nse", "logit_rmse", "output_nse"),
     "bandwidth": ("n_threads", "read_bytes_per_s", "copy_bytes_per_s"),
 }
+
+
+#: Fields that count or measure something: nothing of it can be below 0.
+_COUNTS = frozenset({
+    "seq_len", "n_ctx", "kv_bytes", "kv_bytes_expected", "kv_bytes_f16", "bits_per_value", "compute_bytes", "round",
+    "n_prompt", "n_gen", "n_depth", "n_batch", "n_ubatch", "n_threads", "peak_rss", "ppl_ctx", "chunks", "ppl_se",
+    "ppl_ratio_se", "kld_se", "ppl_change_se", "top1", "top1_se", "seconds", "needle_depths", "needle_found",
+    "needle_trials", "same_tokens", "layer", "samples_ns", "avg_ts", "stddev_ts", "k_nse", "v_nse", "logit_rmse",
+    "output_nse", "head_logit_rmse", "head_output_nse", "read_bytes_per_s", "copy_bytes_per_s",
+})  # fmt: skip
 
 
 @dataclass
@@ -179,15 +204,23 @@ class Row:
             raise ResultError(f"schema: {self.schema}, this version reads {SCHEMA}")
         if self.kind not in KINDS:
             raise ResultError(f"kind: {self.kind!r} is none of {', '.join(KINDS)}")
+        for part, hints in zip((self, self.provenance), _HINTS):
+            for name, hint in hints.items():
+                if not fits(getattr(part, name), hint):
+                    raise ResultError(f"{name}: {short(getattr(part, name))} is no {_type_text(hint)}")
+        for name in ("layer_types", "layer_rotation"):
+            if any(len(run) != 3 or not fits(run[0], int) or run[0] < 1 for run in getattr(self, name) or []):
+                raise ResultError(f"{name}: must be a list of [layers, K, V]")
         unmeasured = ("ppl", "ppl_se") if self.finite is False else ()
         for name in KINDS[self.kind]:
             if getattr(self, name) is None and name not in unmeasured:
                 raise ResultError(f"{name}: a {self.kind} row needs it")
         for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            for v in value if isinstance(value, list) else [value]:
+            for v in _leaves(getattr(self, f.name)):
                 if isinstance(v, float) and not math.isfinite(v):
                     raise ResultError(f"{f.name}: {v} is no number that was measured")
+                if f.name in _COUNTS and v is not None and v < 0:
+                    raise ResultError(f"{f.name}: {v} is below 0")
         size, full = self.kv_bytes, self.kv_bytes_f16
         computed = 1 - size / full if size is not None and full else None
         if computed is not None and self.saving is not None and abs(self.saving - computed) > 1e-9:
@@ -231,7 +264,52 @@ def runs(pairs: Iterable[Sequence[Any]]) -> List[List[Any]]:
     return [[len(list(group)), *pair] for pair, group in itertools.groupby(tuple(p) for p in pairs)]
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What lists hold, however deep."""
+    if isinstance(value, list):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value
+
+
+#: Types of a row's fields, and of its provenance's.
+_HINTS = [{k: v for k, v in get_type_hints(cls).items() if k != "provenance"} for cls in (Row, Provenance)]
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True if a value is of a type. What stands for a number must be one that C's 64 bits can hold."""
+    if hint is Any:
+        return True
+    if get_origin(hint) is Union:
+        return any(fits(value, h) for h in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(fits(v, get_args(hint)[0]) for v in value)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    if isinstance(value, int) and hint in (int, float):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, hint)
+
+
+def _type_text(hint: Any) -> str:
+    """A type in words."""
+    kinds = [h for h in get_args(hint) if h is not type(None)] if get_origin(hint) is Union else [hint]
+    if get_origin(kinds[0]) is list:
+        return "list of the right form"
+    return {int: "whole number", float: "number", str: "text", bool: "true or false"}.get(kinds[0], str(kinds[0]))
+
+
+def short(value: Any) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 PathLike = Union[str, "os.PathLike[str]"]
+
+
+_BEGIN = b'{"kind": "'  # of every row that is written
 
 
 def _lines(data: bytes, path: Path) -> Tuple[List[Row], int]:
@@ -248,7 +326,9 @@ def _lines(data: bytes, path: Path) -> Tuple[List[Row], int]:
             if line.strip():
                 rows.append(Row.from_json(json.loads(line)))
         except (ValueError, AttributeError, TypeError) as e:
-            if not complete:
+            # half a row of ours; anything else is somebody's, and stays
+            cut = not complete and not isinstance(e, ResultError) and line[: len(_BEGIN)] == _BEGIN[: len(line)]
+            if cut:
                 break
             raise ResultError(f"{path}, line {i}: {e}") from None
         whole += len(line)
@@ -267,6 +347,14 @@ def read_rows(path: Path) -> List[Row]:
     except OSError as e:
         raise UsageError(f"{path} can't be read ({e.strerror or e})") from None
     return _lines(data, path)[0]
+
+
+def json_line(data: Any) -> bytes:
+    """A line of a JSONL file, UTF-8. Bytes of a file's name that are no text become escapes, as Python reads them."""
+    try:
+        return (json.dumps(data, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(data) + "\n").encode()
 
 
 class Journal:
@@ -289,11 +377,10 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._f = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as e:
             raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+        self._open()
         try:
-            self._lock()
             self._f.seek(0)
             data = self._f.read()
             self.rows, whole = _lines(data, path)
@@ -305,6 +392,23 @@ class Journal:
         except BaseException:
             self._f.close()
             raise
+
+    def _open(self) -> None:
+        """Open and lock the file that has the name: one that a run ends without a row goes, also while we open it."""
+        while True:
+            try:
+                self._f = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+            except OSError as e:
+                raise CacheFolderError(f"--out: {self.path} can't be written ({e.strerror or e})") from None
+            try:
+                self._lock()
+                with contextlib.suppress(FileNotFoundError):
+                    if sys.platform == "win32" or os.path.samestat(os.stat(self.path), os.fstat(self._f.fileno())):
+                        return
+            except BaseException:
+                self._f.close()
+                raise
+            self._f.close()
 
     def _lock(self) -> None:
         try:
@@ -339,7 +443,7 @@ class Journal:
                 row.validate()
             except ResultError as e:
                 raise ResultError(f"{row.config}, {row.kind}: {e}") from None
-        self._append("".join(json.dumps(row.to_json(), ensure_ascii=False) + "\n" for row in rows).encode())
+        self._append(b"".join(json_line(row.to_json()) for row in rows))
         self.rows += rows
 
     def close(self) -> None:
@@ -412,6 +516,7 @@ class Summary:
     needles: Optional[int] = None
     same_tokens: List[int] = field(default_factory=list)
     n_continued: Optional[int] = None
+    device: Optional[str] = None
 
     @property
     def kv_mib(self) -> Optional[float]:
@@ -427,19 +532,20 @@ _QUALITY = (
 
 
 def summarize(rows: Iterable[Row]) -> List[Summary]:
-    """One line per model, length and configuration, in the order of first appearance.
+    """One line per model, device, length and configuration, in the order of first appearance.
 
-    A later row of the same measurement replaces an earlier one; rounds of a speed are put together.
+    A later row of the same measurement replaces an earlier one; rounds of a speed are put together, as far as they
+    are of the same build, machine and number of threads: those of the last row count.
     """
     out: Dict[Tuple[Any, ...], Summary] = {}
-    rounds: Dict[Tuple[int, bool], Dict[Optional[int], List[float]]] = {}
+    speeds: Dict[Tuple[int, bool], Tuple[Tuple[Any, ...], Dict[Optional[int], Row]]] = {}
     for r in rows:
         if r.kind in ("bandwidth", "layer"):  # of the machine; of a layer
             continue
         p = r.provenance
         s = out.setdefault(
-            (p.model_sha256, r.seq_len, r.config, r.kvq_key, r.kvq_val),
-            Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v, p.model_filename, r.seq_len),
+            (p.model_sha256, r.device or "auto", r.seq_len, r.config, r.kvq_key, r.kvq_val),
+            Summary(r.config, r.kvq_key, r.kvq_val, r.type_k, r.type_v, p.model_filename, r.seq_len, device=r.device),
         )
         if r.kv_bytes is not None and (r.kind == "memory" or s.kv_bytes is None):
             for name in _MEMORY:
@@ -447,14 +553,18 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
         if r.kind == "memory":
             s.compute_bytes = r.compute_bytes
         elif r.kind == "speed":
-            samples = rounds.setdefault((id(s), bool(r.n_gen)), {})
-            samples[r.round] = list(r.samples_ts or [])
-            together = [x for part in samples.values() for x in part]
+            key, what = (id(s), bool(r.n_gen)), speed_of(r)
+            if speeds.get(key, (what, {}))[0] != what:  # a median over two builds or numbers of threads is of neither
+                del speeds[key]
+            speeds.setdefault(key, (what, {}))[1][r.round] = r
+            together = [x for one in speeds[key][1].values() for x in one.samples_ts or []]
             if r.n_gen:
                 s.n_depth, s.decode_samples, s.decode_ts = r.n_depth, together, statistics.median(together)
             else:
                 s.prefill_samples, s.prefill_ts = together, statistics.median(together)
                 s.n_depth = r.n_depth if s.n_depth is None else s.n_depth
+            both = [x for g in (False, True) for x in speeds.get((id(s), g), ((), {}))[1].values()]
+            s.peak_rss = max((x.peak_rss for x in both if x.peak_rss is not None), default=None)
         elif r.kind == "quality":
             for name in _QUALITY:
                 setattr(s, name, getattr(r, name))
@@ -463,9 +573,16 @@ def summarize(rows: Iterable[Row]) -> List[Summary]:
             s.needles_found, s.needles = sum(found), len(found) * (r.needle_trials or 0)
         elif r.kind == "continuation":
             s.same_tokens, s.n_continued = list(r.same_tokens or []), r.n_gen
-        if r.kind == "speed" and r.peak_rss is not None:
-            s.peak_rss = max(s.peak_rss or 0, r.peak_rss)
     return list(out.values())
+
+
+def speed_of(r: Row) -> Tuple[Any, ...]:
+    """What a speed row is a round of: build, machine, and what was done."""
+    p = r.provenance
+    return (
+        p.patches_sha256, p.unpatched, p.environment, p.cpu_info, p.gpu_info, r.n_threads, r.n_depth, r.n_prompt,
+        r.n_gen, r.n_gpu_layers,
+    )  # fmt: skip
 
 
 def same_rounds(rows: Iterable[Row], base: Iterable[Row]) -> Tuple[List[float], List[float]]:
@@ -490,26 +607,67 @@ def same_rounds(rows: Iterable[Row], base: Iterable[Row]) -> Tuple[List[float], 
     return [t for k in both for t in mine[k]], [t for k in both for t in theirs[k]]
 
 
+#: Samples of a speed from which a ratio is told: the smallest and the largest of n ratios enclose the median with a
+#: certainty of 1 - 2 / 2^n, 75 % for 3.
+MIN_ROUNDS = 3
+
+
+def speed_ratio(rows: Iterable[Row], base: Iterable[Row]) -> Tuple[Optional[Tuple[float, float, float]], int]:
+    """Ratio of two configurations' speeds, the one that tables, figures and pages tell.
+
+    Args:
+        rows, base: speed rows, of prefill or of decoding; see :func:`same_rounds`.
+
+    Returns:
+        Median of the ratios within rounds with the ends of its interval (:func:`kvsplit.stats.ratio`), None where
+        there are fewer than :data:`MIN_ROUNDS`; and how many there are.
+    """
+    mine = list(rows)
+    # as in a summary: of two builds or machines the last row's counts
+    own, other = same_rounds([r for r in mine if speed_of(r) == speed_of(mine[-1])], base)
+    return (stats.ratio(own, other) if len(own) >= MIN_ROUNDS else None), len(own)
+
+
 def write_csv(path: PathLike, summaries: Iterable[Summary], replace: bool = False) -> None:
     """The summary as CSV; samples joined by blanks. Written aside, then renamed.
 
     Raises:
         FileExistsError: it is there, and ``replace`` is False.
+        UsageError: it is there, and is no summary.
         CacheFolderError: it can't be written.
     """
     path = Path(path)
     if not replace and path.exists():
         raise FileExistsError(path)
+    check_csv(path)
     names = [f.name for f in dataclasses.fields(Summary)]
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8", newline="") as f:
+        with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="") as f:
             _write_csv(csv.writer(f), names, summaries)
         os.replace(part, path)
     except OSError as e:
         raise CacheFolderError(f"{path} can't be written: {e.strerror or e}") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_csv(path: Path) -> None:
+    """Refuse to replace what is no summary of ours.
+
+    Raises:
+        UsageError: the file is there, and doesn't begin as :func:`write_csv` begins.
+    """
+    begin = ",".join(f.name for f in dataclasses.fields(Summary)[:3])
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
+            if f.readline(200).startswith(begin):
+                return
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise UsageError(f"--out: {path} can't be read ({e.strerror or e}); choose another name") from None
+    raise UsageError(f"--out: {path} would be replaced, and is no summary of results; choose another name")
 
 
 def _write_csv(w: Any, names: Sequence[str], summaries: Iterable[Summary]) -> None:

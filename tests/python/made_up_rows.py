@@ -7,8 +7,10 @@ that figures and verdicts look like real ones. The same arguments give the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import statistics
 from typing import Any, Dict, List, Sequence, Tuple
 
 from kvsplit.policy import KVQuant
@@ -42,11 +44,22 @@ def rows(
     kinds: Sequence[str] = KINDS,
     *,
     rounds: int = 6,
+    samples: int = 1,
     chunks: int = 12,
+    all_layers: bool = False,
     seed: int = 1,
     **changes: Any,
 ) -> List[Row]:
-    """Rows of some configurations at some lengths; ``changes`` go into the provenance."""
+    """Rows of some configurations at some lengths.
+
+    Args:
+        configs, lengths, kinds: which.
+        rounds, samples: of a speed, and of each round.
+        chunks: of the text that quality is measured on.
+        all_layers: rows of layers at every length and of f16, too, whose error is 0; else at the largest alone.
+        seed: of what is left to chance.
+        changes: in the provenance.
+    """
     prov = provenance(**changes)
     rng = random.Random(seed)
     hard = [rng.gauss(2.9, 0.15) for _ in range(chunks)]  # how hard each chunk of the text is, nats
@@ -77,12 +90,13 @@ def rows(
                 base = (110 if generated else 420) / (1 + n / 6000)
                 gain = 1 + (16 - bits) / 60 * n / 8192
                 for i in range(rounds):
-                    ts = base * gain * order[i] * (1 + rng.gauss(0, 0.01))
+                    each = [base * gain * order[i] * (1 + rng.gauss(0, 0.01)) for _ in range(samples)]
+                    middle, mean = statistics.median(each), statistics.fmean(each)
                     out.append(row(
                         "speed", seq_len=n, round=i, n_prompt=0 if generated else 256, n_gen=32 if generated else 0,
-                        n_depth=n - 256, n_threads=2, flash_attn=1, n_gpu_layers=0, samples_ts=[ts],
-                        samples_ns=[(32 if generated else 256) / ts * 1e9], median_ts=ts, avg_ts=ts,
-                        peak_rss=300 * 2**20 + size,
+                        n_depth=max(0, n - 256), n_threads=2, flash_attn=1, n_gpu_layers=0, samples_ts=each,
+                        samples_ns=[(32 if generated else 256) / ts * 1e9 for ts in each], median_ts=middle,
+                        avg_ts=mean, peak_rss=300 * 2**20 + size,
                     ))  # fmt: skip
             if "quality" in kinds:
                 out.append(_quality(row, n, error, hard, rng))
@@ -97,11 +111,12 @@ def rows(
                 gaps = [None if s == 128 else round(abs(rng.gauss(0, 0.3)), 4) for s in same]
                 out.append(row("continuation", seq_len=n, text="made-up.txt", text_sha256="7" * 64, n_gen=128,
                                same_tokens=same, gaps=gaps))  # fmt: skip
-        for layer in range(N_LAYER) if "layer" in kinds and error else ():
+        at = lengths if all_layers else [max(lengths)]
+        for n, layer in itertools.product(at, range(N_LAYER) if "layer" in kinds and (error or all_layers) else ()):
             swing = 1 + 0.6 * math.sin(layer / 3) + (3 if layer < 2 else 0)
             heads = [error * swing * (0.6 + 0.1 * h) for h in range(N_HEAD)]
             out.append(row(
-                "layer", seq_len=max(lengths), text="made-up.txt", text_sha256="7" * 64, layer=layer,
+                "layer", seq_len=n, text="made-up.txt", text_sha256="7" * 64, layer=layer,
                 k_nse=_NSE[q.key] * swing, v_nse=_NSE[q.val], k_cos=1 - _NSE[q.key] * swing / 2,
                 v_cos=1 - _NSE[q.val] / 2, logit_rmse=math.sqrt(_NSE[q.key] * swing),
                 output_nse=sum(heads) / N_HEAD, head_output_nse=heads,

@@ -15,86 +15,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
+import made_up_rows
 import numpy as np
 import pytest
+from made_up_rows import CONFIGS, LENGTHS
 
-from kvsplit import cli, figures, plots, results
-from kvsplit.cache_types import BY_NAME
+from kvsplit import cli, figures, plots, report, results
 from kvsplit.errors import CacheFolderError, UsageError
 from kvsplit.figures import FIGURES
 from kvsplit.plots import Chart
-from kvsplit.policy import KVQuant
-from kvsplit.results import Journal, Provenance, Row
-
-CONFIGS = ("F16", "K8V8", "K8V4", "K6V5", "K6V3", "K4V8", "K4V4")
-LENGTHS = (2048, 4096, 8192)
+from kvsplit.results import Journal, Row
 
 # ---- rows that nobody measured
 
 
-def provenance(model: str = "Made-Up-135M.gguf") -> Provenance:
-    return Provenance(
-        run_id="r", kvsplit_version="0", lock="l", source_sha256="s", patches_sha256="p", command="c",
-        model_filename=model, model_sha256=f"sha of {model}", python="3", platform="here", cpu_info="a CPU",
-    )  # fmt: skip
+def made_up(**kw: Any) -> List[Row]:
+    """Rows as a sweep and ``kvsplit inspect`` write them: several samples a round, layers of f16 and at all lengths."""
+    kinds = tuple(k for k in made_up_rows.KINDS if k != "bandwidth")
+    return made_up_rows.rows(**{"kinds": kinds, "rounds": 3, "samples": 2, "all_layers": True, **kw})
 
 
-def row(config: str, kind: str, model: str = "Made-Up-135M.gguf", **values: Any) -> Row:
-    q = KVQuant.from_text(config)
-    return Row(kind=kind, config=config, kvq_key=q.key, kvq_val=q.val, type_k=q.key, type_v=q.val,
-               provenance=provenance(model), **values)  # fmt: skip
-
-
-def made_up(
-    configs: Sequence[str] = CONFIGS,
-    lengths: Sequence[int] = LENGTHS,
-    kinds: Sequence[str] = ("memory", "speed", "quality", "retrieval", "continuation", "layer"),
-    model: str = "Made-Up-135M.gguf",
-) -> List[Row]:
-    """Rows as a sweep writes them; errors fall by four a bit, keys count ten times, and chance adds a little."""
-    chance = random.Random(6)
-    out: List[Row] = []
-    for n in lengths:
-        for c in configs:
-            q = KVQuant.from_text(c)
-            bits = q.bits_per_value()
-            nk, nv = (0.0 if b >= 16 else 4.0**-b for b in (BY_NAME[t].bits_per_value for t in (q.key, q.val)))
-            full = n * 30 * 2 * 192 * 2
-            size = int(full * bits / 16)
-            harm = (10 * nk + nv) * (1 + n / 16384)
-            text: Dict[str, Any] = {"seq_len": n, "text_sha256": "t"}
-            if "memory" in kinds:
-                out.append(row(c, "memory", model, seq_len=n, n_ctx=n, kv_bytes=size, kv_bytes_f16=full,
-                               saving=1 - size / full, bits_per_value=bits, compute_bytes=(90 << 20) + n * 600,
-                               backend_decode="CPU"))  # fmt: skip
-            for i in range(3 if "speed" in kinds else 0):
-                for prompt, gen, ts in ((512, 0, 900.0), (0, 64, 140.0)):
-                    speed = ts / (1 + n / 6000 * (0.5 + bits / 32)) * chance.uniform(0.95, 1.05)
-                    samples = [speed * chance.uniform(0.97, 1.03) for _ in range(2)]
-                    out.append(row(c, "speed", model, seq_len=n, round=i, n_prompt=prompt, n_gen=gen, n_threads=4,
-                                   n_depth=max(0, n - 576), samples_ts=samples, median_ts=sum(samples) / 2,
-                                   ))  # fmt: skip
-            if "quality" in kinds:
-                ppl = 18 / (1 + n / 8192)
-                out.append(row(c, "quality", model, **text, text="a text", ppl_ctx=n, chunks=8, ppl=ppl * (1 + harm),
-                               ppl_se=0.4, ppl_base=ppl, ppl_change=harm, ppl_change_se=harm / 9 + 1e-5, kld=harm,
-                               kld_se=harm / 20, kld_median=harm / 2, kld_p999=harm * 20, top1=1 - min(0.5, harm),
-                               top1_se=0.002, kld_floor=0.0, finite=True))  # fmt: skip
-            if "retrieval" in kinds:
-                depths = [0.0, 0.25, 0.5, 0.75, 1.0]
-                found = [3 - (chance.random() < 4 * harm) - (chance.random() < 3 * harm) for _ in depths]
-                out.append(row(c, "retrieval", model, **text, needle_depths=depths, needle_found=found,
-                               needle_trials=3))  # fmt: skip
-            if "continuation" in kinds:
-                same = [min(256, int(3 / (harm + 1e-4) ** 0.5 * chance.uniform(0.5, 2))) for _ in range(4)]
-                out.append(row(c, "continuation", model, **text, n_gen=256, same_tokens=same))
-            for i in range(30 if "layer" in kinds else 0):
-                shape = 1 + 6 * math.exp(-i / 2) + chance.random()
-                out.append(row(c, "layer", model, **text, layer=i, k_nse=nk * shape, v_nse=nv * (1 + chance.random()),
-                               logit_rmse=3 * nk**0.5, output_nse=(3 * nk * shape + nv) * 0.5))  # fmt: skip
-    for r in out:
-        r.validate()
-    return out
+def of_model(name: str) -> Dict[str, str]:
+    """What tells a model's rows from another's."""
+    return {"model_filename": name, "model_sha256": f"sha of {name}"}
 
 
 def with_gaps() -> List[Row]:
@@ -142,7 +85,7 @@ def write(path: Path, rows: Sequence[Row]) -> Path:
 def test_every_figure_that_has_data_is_drawn(full: Dict[str, Chart]) -> None:
     assert list(full) == list(FIGURES)
     for c in full.values():
-        assert c.kind == c.name and c.model == "Made-Up-135M.gguf" and "Made-Up-135M" in c.title
+        assert c.kind == c.name and c.model == "made-up.gguf" and "made-up" in c.title
         assert c.alt.endswith(".") and re.search(r"\d", c.alt) and "\n" not in c.alt
         assert c.records and all(set(r) == set(c.records[0]) for r in c.records) and c.hover
         json.dumps(c.records, allow_nan=False)
@@ -167,7 +110,7 @@ def test_what_is_drawn_is_what_the_rows_say(full: Dict[str, Chart]) -> None:
     for d in full["retrieval"].records:
         r = needles[d["config"], d["seq_len"]]
         at = (r.needle_depths or []).index(d["needle_depth"])
-        assert d["found"] == (r.needle_found or [])[at] and d["trials"] == 3
+        assert d["found"] == (r.needle_found or [])[at] and d["trials"] == 8
     assert not memory and not quality and not layers and len(full["retrieval"].records) == 7 * 3 * 5
 
 
@@ -186,14 +129,52 @@ def test_speeds_are_medians_and_quartiles_of_all_rounds(full: Dict[str, Chart]) 
         assert d["ratio_f16"] == pytest.approx(np.median(np.divide(s, base)))
 
 
+def test_ratios_are_those_of_the_report() -> None:
+    rows = made_up(kinds=("memory", "speed"), rounds=6, samples=1)
+    # one more run, of more rounds; and rounds that one of the two lacks
+    again = made_up(kinds=("speed",), rounds=9, samples=1, seed=2, run_id="another run")
+    upstream = [replace(r, config="upstream F16") for r in again if r.config == "F16"]
+    rows = upstream + [
+        r for r in [*rows, *again]
+        if not (r.config == "K6V3" and (r.round or 0) > 1)  # 2 rounds in each of two runs: told
+        and not (r.config == "K4V4" and r.kind == "speed" and (r in again or r.round not in (1, 4)))
+        and not (r.config == "F16" and r.n_gen and r.round == 3)
+    ]  # fmt: skip
+    (section,) = report.sections(rows)
+    want: Dict[Tuple[str, str, int], Any] = {}
+    for place in section.places:
+        for line in place.lines:
+            for what, ratio in (("decode", line.decode), ("prefill", line.prefill)):
+                want[line.s.config, what, int(line.s.n_depth or 0)] = ratio and ratio[0]
+    drawn = {c.name: c for c in plots.charts(rows, ["speed", "summary"])}
+    seen = set()
+    for d in drawn["speed"].records:
+        at = (d["config"], d["what"], d["n_depth"])
+        if d["config"] != "F16":  # the report has none of f16 to itself
+            assert d["ratio_f16"] == want[at], at
+        seen.add(at)
+    assert seen == set(want)
+    # 2 rounds are too few for a ratio
+    assert want["K4V4", "decode", 7936] is None and want["K8V4", "decode", 7936] is not None
+    for d in drawn["summary"].records:
+        ratio = want[d["config"], "decode", 7936]
+        said = d["decode"].split("x")[0] if "x" in d["decode"] else None
+        assert d["config"] == "F16" or said == (None if ratio is None else f"{ratio:.2f}"), d
+    # of medians, the ratio would be another: the machine drifts
+    medians = {
+        d["config"]: d["median_ts"] for d in drawn["speed"].records if (d["what"], d["n_depth"]) == ("decode", 7936)
+    }
+    assert abs(medians["K6V3"] / medians["F16"] / want["K6V3", "decode", 7936] - 1) > 0.02
+
+
 def test_keys_and_values_are_compared_at_equal_bytes(full: Dict[str, Chart]) -> None:
     c = full["sensitivity"]
     assert [(d["config"], d["wider"], d["length"]) for d in c.records] == [
         (name, side, n) for n in LENGTHS for name, side in (("K8V4", "keys"), ("K4V8", "values"))
     ]
-    # (10 a + b) / (10 b + a) with a and b the errors of 8.5 and 4.5 bits
-    a, b = 4.0**-8.5, 4.0**-4.5
-    assert f"{(10 * b + a) / (10 * a + b):.1f}x" in c.note and "Keys need more bits" in c.title
+    kld = {(r.config, r.seq_len): r.kld for r in made_up() if r.kind == "quality"}
+    mean = np.exp(np.mean([np.log(kld["K4V8", n] / kld["K8V4", n]) for n in LENGTHS]))  # type: ignore[operator]
+    assert f"geometric mean {mean:.1f}x" in c.note and "Keys need more bits" in c.title
     swapped = [replace(r, kvq_key=r.kvq_val, kvq_val=r.kvq_key, config={"K8V4": "K4V8", "K4V8": "K8V4"}[r.config])
                for r in made_up(configs=("K8V4", "K4V8"), kinds=("quality",))]  # fmt: skip
     (other,) = plots.charts(swapped, ["sensitivity"])
@@ -241,16 +222,16 @@ def test_rows_of_one_kind_give_the_figures_that_they_can(kinds: Sequence[str], n
 
 
 def test_a_machines_bandwidth_is_no_configuration() -> None:
-    row_ = replace(
-        row("F16", "bandwidth", n_threads=2, read_bytes_per_s=[1.0], copy_bytes_per_s=[1.0]), config="machine"
-    )
-    assert plots.charts([row_]) == []
-    (c,) = plots.charts([row_, *made_up(kinds=("memory",))], ["memory"])
+    (row,) = made_up_rows.rows(kinds=("bandwidth",))
+    assert plots.charts([row]) == []
+    (c,) = plots.charts([row, *made_up(kinds=("memory",))], ["memory"])
     assert "machine" not in c.note
 
 
 def test_each_model_has_figures_of_its_own() -> None:
-    rows = [r for name in ("A b.gguf", "a_b.gguf") for r in made_up(lengths=(2048,), kinds=("memory",), model=name)]
+    rows = [
+        r for name in ("A b.gguf", "a_b.gguf") for r in made_up(lengths=(2048,), kinds=("memory",), **of_model(name))
+    ]
     drawn = plots.charts(rows, ["memory"])
     assert [c.name for c in drawn] == ["memory-a-b", "memory-a-b-2"]
     assert [c.model for c in drawn] == ["A b.gguf", "a_b.gguf"] and len({c.title for c in drawn}) == 2
@@ -278,6 +259,12 @@ def test_rows_without_a_length_use_their_kinds_own(repo: Path) -> None:
     assert d["median_ts"] == s.decode_ts and d["samples"] == len(s.decode_samples) and d["n_depth"] == 256
 
 
+def test_an_error_that_is_not_zero_is_not_called_zero() -> None:
+    assert figures._pm(0.000004, 5) == "± <0.00001" and figures._pm(0.0, 5) == "± 0"
+    assert figures._pm(0.000012, 5) == "± 0.00001" and figures._pm(0.0123, 5) == "± 0.0123"
+    assert figures._pm(0.00004, 2, 100) == "± <0.01" and figures._pm(0.0, 2, 100) == "± 0.00"
+
+
 # ---- what is missing
 
 
@@ -285,7 +272,7 @@ def test_what_is_missing_is_named(gappy: Dict[str, Chart], full: Dict[str, Chart
     assert set(gappy) == set(FIGURES) - {"sensitivity"}
     assert "not measured: K6V3 at 4k" in gappy["memory"].note and "no memory rows: K4V4" in gappy["memory"].note
     assert "K4V8 at 2k, 4k, 8k" in gappy["tradeoff"].note and "K6V3 at 4k" in gappy["tradeoff"].note
-    assert "not measured: K6V3 at 3520" in gappy["speed"].note and "no prefill: K4V8" in gappy["speed"].note
+    assert "not measured: K6V3 at 3840" in gappy["speed"].note and "no prefill: K4V8" in gappy["speed"].note
     assert "K8V4: 5, 6" in gappy["layers"].note and "no layer rows: K4V8, K4V4" in gappy["layers"].note
     assert (
         "not measured: K6V3 at 4k" in gappy["retrieval"].note and "no retrieval rows: K4V8" in gappy["retrieval"].note
@@ -390,6 +377,118 @@ def test_no_text_covers_another_or_leaves_the_figure(
         for text, box in texts:
             inside = c.figure.bbox.padded(1)
             assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1), (c.name, text)
+
+
+#: SPECs by layer are long, and begin alike.
+LONG = {
+    "K8V4": "kvq4,:2=q8_0,-2:=q8_0,10:20=f16/kvq4",
+    "K6V5": "kvq4,:2=q8_0,-2:=q8_0,10:22=f16/kvq4",
+    "K4V4": "\"><img src=x onerror=alert(1)><script>alert(2)</script>' & </title></style>",
+    "K6V3": "$\\frac{$",
+}
+
+
+def long_labels() -> List[Row]:
+    """Rows with labels that have room nowhere, and with as many needles as make a column wide."""
+    out = []
+    for r in made_up():
+        label = LONG.get(r.config, "")
+        r = replace(r, config=label or r.config, kvq_key=label.split("/")[0] or r.kvq_key,
+                    type_k=f"{r.type_k}+q8_0" + LONG["K8V4"] * (label == LONG["K6V5"]))  # fmt: skip
+        if r.kind == "retrieval":
+            found = [3000 - k - (r.config != "K8V8") for k in range(5)]
+            r = replace(r, needle_found=found, needle_trials=3000)
+        out.append(r)
+    return out
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # of the layout: axes that collapsed
+def test_long_labels_are_cut_and_said_in_full() -> None:
+    drawn = {c.name: c for c in plots.charts(long_labels())}
+    assert list(drawn) == [n for n in FIGURES if n not in ("pairs", "sensitivity")]  # too few presets are left
+    for c in drawn.values():
+        texts = _texts(c)
+        assert _overlapping(texts) == [], c.name
+        for text, box in texts:
+            inside = c.figure.bbox.padded(1)
+            assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1), (c.name, text)
+        assert {r["config"] for r in c.records} & set(LONG.values()), c.name  # the data have whole labels
+        assert "kvq4,:2=q8_0,… is kvq4,:2=q8_0,-2:=q8_0,10:2" in c.note, c.name
+    assert any(text == "$\\frac{$" for text, _ in _texts(drawn["memory"]))  # no formula
+    (one,) = plots.charts([r for r in long_labels() if r.seq_len == 2048], ["memory"], title="$\\frac{")
+    assert _overlapping(_texts(one)) == []
+
+
+def test_names_are_short_and_differ() -> None:
+    labels = ["K8V4", *LONG.values(), *(f"kvq4,:2=q8_0,{i}" for i in range(12)), "kvq4,:2=q8_0…2"]
+    names = figures.short_names(labels)
+    assert list(names.values()).count("K8V4") == 1 and len(set(names.values())) == len(labels) == len(names)
+    assert max(map(len, names.values())) <= figures.NAME and names["kvq4,:2=q8_0…2"] == "kvq4,:2=q8_0…2"
+
+
+def test_stars_stay_in_their_cells(full: Dict[str, Chart]) -> None:
+    (wide,) = plots.charts(long_labels(), ["summary"])
+    assert wide.records[1]["needles"].startswith("4")  # five digits of each: wider than its head
+    for c in (full["summary"], wide):
+        (ax,) = c.figure.axes
+        renderer = c.figure.canvas.get_renderer()
+        boxes = [p.get_window_extent(renderer) for p in ax.patches if p.get_linewidth() == 0.9]
+        stars = [t.get_window_extent(renderer) for t in ax.texts if t.get_text().startswith("★")]
+        assert len(boxes) == len(stars) > 4
+        for star, box in zip(stars, boxes):
+            assert box.x0 <= star.x0 and star.x1 <= box.x1 and box.y0 <= star.y0 and star.y1 <= box.y1
+        assert not any(a.overlaps(b) for a, b in itertools.combinations([b.padded(-0.5) for b in boxes], 2))
+
+
+def test_lines_that_lie_on_each_other_are_all_seen(full: Dict[str, Chart]) -> None:
+    ax = full["memory"].figure.axes[0]
+    lines = {x.get_color(): x for x in ax.lines if len(x.get_xdata()) > 1}
+    low, high = (lines[plots.style(c).color] for c in ("K8V4", "K4V8"))  # the same bytes
+    assert list(low.get_ydata()) == list(high.get_ydata())
+    assert low.get_linewidth() > high.get_linewidth() + 2 and low.get_zorder() < high.get_zorder()
+    ends = [t.get_text() for t in ax.texts]
+    assert "= K4V8" in ends and "K8V4" in ends and not any(t.startswith("=") for t in ends if "K4V8" not in t)
+    # their marks stand side by side
+    marks = [x for x in ax.lines if len(x.get_xdata()) == 1 and x.get_marker() in ("D", "^")]
+    places = [x.get_transform().transform((x.get_xdata()[0], x.get_ydata()[0])) for x in marks]
+    assert len(places) == 6
+    gaps = sorted(float(np.hypot(*(a - b))) for a, b in itertools.combinations(places, 2))
+    assert gaps[0] == pytest.approx(8 / 72 * full["memory"].figure.dpi, rel=0.01)  # 8 points: wider than a mark
+
+
+def test_which_lines_lie_on_each_other() -> None:
+    nan = math.nan
+    got = figures._alike({"a": [1, 2, nan], "b": [1, 2.1, 3], "c": [nan, 2, 3], "d": [nan, nan, 3], "e": [nan] * 3})
+    assert got == {"a": (0, 2), "b": (0, 2), "c": (1, 2), "d": (1, 2), "e": (0, 1)}
+
+
+def test_buffers_are_one_band_only_where_they_are_alike(full: Dict[str, Chart]) -> None:
+    def marks(c: Chart) -> int:
+        return len([x for x in c.figure.axes[1].lines if len(x.get_xdata()) == 1])
+
+    assert marks(full["memory"]) == 3 and "about the same for all" in [
+        t.get_text() for t in full["memory"].figure.axes[1].texts
+    ]
+    rows = [replace(r, compute_bytes=3 * r.compute_bytes) if r.config == "F16" and r.compute_bytes else r
+            for r in made_up(kinds=("memory",))]  # fmt: skip
+    (c,) = plots.charts(rows, ["memory"])
+    assert marks(c) == 7 * 3 and not c.figure.axes[1].texts
+    assert {d["compute_mib"] for d in c.records if d["config"] == "F16"} == {288 + n * 6 / 1024 for n in LENGTHS}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0036, 0.0307, "0.005 0.01 0.02"),
+        (0.00016, 0.734, "0.001 0.01 0.1"),
+        (0.0021, 0.0048, "0.003 0.004"),  # a decade's 2 and 5 lie outside
+        (0.0031, 0.0039, "0.0031 0.0039"),
+        (12, 900, "20 50 100 200 500"),
+        (2e-7, 3e-5, "5e-7 1e-6 2e-6 5e-6 1e-5 2e-5"),
+    ],
+)
+def test_ticks_of_log_axes_are_plain_numbers(low: float, high: float, ticks: str) -> None:
+    assert " ".join(map(plots.tick_text, plots.log_ticks(low, high))).replace("2e-7 5e-7", "5e-7") == ticks
 
 
 def test_that_test_sees_text_that_covers_another() -> None:
@@ -499,6 +598,40 @@ def test_every_preset_has_a_look_of_its_own() -> None:
     assert plots.style("kvq4,:2=q8_0/kvq4") == plots.Style("#009E73", "<", "-")
 
 
+def _look(s: plots.Style) -> Tuple[str, str, str]:
+    return s.color, str(s.marker), str(s.line)
+
+
+def test_no_two_labels_of_a_figure_look_the_same() -> None:
+    by: Dict[Any, List[str]] = {}
+    for a, b in itertools.product(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "bf16", "f32"), repeat=2):
+        for spec in ("", ",:2=q8_0", ",-2:=q8_0"):
+            by.setdefault(_look(plots.style(f"{a}{spec}/{b}")), []).append(f"{a}{spec}/{b}")
+    one, other = next(v for v in by.values() if len(v) > 1)[:2]  # alike, each on its own
+    labels = ["K8V4", "K4V4", "upstream F16", *(c for v in by.values() for c in v)]
+    got = plots.looks([other, "K8V4", one])
+    assert _look(got[one]) != _look(got[other]) and got["K8V4"] == plots.style("K8V4")
+    assert got[min(one, other)] == plots.style(one)  # the first keeps its own
+    # points have no line, and a print no colour
+    assert got[one].color != got[other].color or got[one].marker != got[other].marker
+    assert got[one].marker != got[other].marker or got[one].line != got[other].line
+    many = plots.looks(labels)
+    assert len({_look(s) for s in many.values()}) == len(labels) == 150
+    random.Random(2).shuffle(labels)
+    assert plots.looks(labels) == many and plots.looks([*labels, *labels]) == many
+    assert all(many[c] == plots.style(c) for c in ("K8V4", "K4V4", "upstream F16"))
+    assert len(plots.looks(f"x{i}" for i in range(600))) == 600  # more than there are
+
+    rows = [
+        replace(r, config={"K8V4": one, "K4V8": other}.get(r.config, r.config)) for r in made_up(lengths=(2048, 4096))
+    ]
+    for c in plots.charts(rows, ["memory", "tradeoff", "speed", "layers", "summary"]):
+        seen = {(str(x.get_color()), str(x.get_marker())) for ax in c.figure.axes for x in ax.lines}
+        for label in (one, other):
+            look = plots.looks(r.config for r in rows)[label]
+            assert (look.color, str(look.marker)) in seen, (c.name, label)
+
+
 def test_colour_of_a_configuration_does_not_depend_on_the_others() -> None:
     def color(configs: Sequence[str]) -> Any:
         (c,) = plots.charts(made_up(configs=configs, kinds=("memory",)), ["memory"])
@@ -533,7 +666,7 @@ def test_a_page_can_hold_all_figures(full: Dict[str, Chart], pages: Dict[str, st
         assert refs and refs <= set(ids), c.name
         seen += [str(i) for i in ids]
         words = " ".join("".join(e.itertext()) for e in root.iter(f"{SVG}text"))
-        assert "Made-Up-135M" in words and "metadata" not in text and "DOCTYPE" not in text
+        assert "made-up" in words and "metadata" not in text and "DOCTYPE" not in text
         styles = [e.get("style", "") for e in root.iter() if "font" in e.get("style", "")]
         assert styles and all(re.search(r"font[^;]*'DejaVu Sans', Verdana, Arial, sans-serif(;|$)", x)
                               for x in styles if "px " in x or "family" in x)  # fmt: skip
@@ -552,7 +685,7 @@ def test_marks_say_their_values(full: Dict[str, Chart], pages: Dict[str, str]) -
             assert e[0].tag == f"{SVG}title" and e[0].text == text and e.get("tabindex") == "0"
             assert len(list(e.iter())) > 2  # there is something to point at
     assert (
-        "K8V4: 73.12 MiB at 8192 tokens, 59.4 % less than f16; compute buffers 94.7 MiB"
+        "K8V4: 73.12 MiB at 8192 tokens, 59.4 % less than f16; compute buffers 112.0 MiB"
         in full["memory"].hover.values()
     )
 
@@ -580,19 +713,57 @@ def test_nothing_is_overwritten(full: Dict[str, Chart], tmp_path: Path) -> None:
     assert made[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and made[2].read_bytes()[:5] == b"%PDF-"
     data = json.loads(made[3].read_text(encoding="utf-8"))
     assert data["data"] == c.records and data["rows"] == sources and data["command"] == "kvsplit plot r.jsonl"
-    made[3].write_text("mine", encoding="utf-8")
+    assert all(map(plots.is_ours, made))
     made[0].unlink()
-    with pytest.raises(UsageError, match=r"sensitivity\.svg is there already"):
+    with pytest.raises(UsageError, match=r"sensitivity\.svg is there already; .*--force"):
         c.save(tmp_path / "new", "")
-    assert not made[0].exists() and made[3].read_text(encoding="utf-8") == "mine"
-    c.save(tmp_path / "new", "", ("svg",), replace=True)
-    assert made[3].read_text(encoding="utf-8") != "mine"
+    assert not made[0].exists()
+    c.save(tmp_path / "new", "", ("svg",), "another command", replace=True)
+    assert json.loads(made[3].read_text(encoding="utf-8"))["command"] == "another command" and not made[0].exists()
     with pytest.raises(UsageError, match="gif"):
         c.save(tmp_path, "", ("gif",))
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheFolderError, match="--out"):
         c.save(tmp_path / "file" / "x", "")
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_only_our_own_figures_are_replaced(full: Dict[str, Chart], tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    c = full["sensitivity"]
+    formats = ("png", "svg", "pdf")
+    mine = Figure()
+    mine.add_subplot().plot([1, 2])
+    for form in (*formats, "json"):
+        folder = tmp_path / form
+        paths = c.save(folder, "s", formats)
+        (path,) = [p for p in paths if p.suffix == f".{form}"]
+        if form == "json":
+            path.write_text('{"figure": "mine", "command": "", "rows": [], "data": []}', encoding="utf-8")
+        else:  # drawn by the same library, and a text that names us
+            mine.savefig(path, metadata={"Title": "kvsplit plot"})
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        with pytest.raises(UsageError, match=rf"s-sensitivity\.{form} is there .* no figure .* so it stays"):
+            c.save(folder, "s", formats, "another command", replace=True)
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before  # not even the others
+    for odd in (b"", b"\x89PNG", b"\xff{", b"[]"):
+        for form in (*formats, "json"):
+            (tmp_path / f"odd.{form}").write_bytes(odd)
+            assert not plots.is_ours(tmp_path / f"odd.{form}")
+    (tmp_path / "dir" / "s-sensitivity.svg").mkdir(parents=True)
+    with pytest.raises(UsageError, match="so it stays"):
+        c.save(tmp_path / "dir", "s", ("svg",), replace=True)
+
+
+def test_a_file_that_comes_while_a_figure_is_drawn_stays(full: Dict[str, Chart], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(plots, "check_free", lambda paths, replace: None)
+    (tmp_path / "s-memory.svg").write_text("mine", encoding="utf-8")
+    with pytest.raises(CacheFolderError, match="exists"):
+        full["memory"].save(tmp_path, "s", ("svg",))
+    assert [p.name for p in tmp_path.iterdir()] == ["s-memory.svg"]
+    assert (tmp_path / "s-memory.svg").read_text(encoding="utf-8") == "mine"
 
 
 # ---- the command
@@ -615,8 +786,9 @@ def test_command_draws_files_and_says_which(tmp_path: Path, capsys: pytest.Captu
     (chart,) = json.loads(capsys.readouterr().out)
     assert chart["figure"] == "memory" and len(chart["files"]) == 2 and chart["alt"]
     (out / "one-memory.json").write_text('{"mine": 1}')
-    assert cli.main([*args, "--out", str(out), "--force"]) == 2 and "--force" in capsys.readouterr().err
-    assert (out / "one-memory.json").read_text() == '{"mine": 1}'
+    drawn = (out / "one-memory.svg").read_bytes()
+    assert cli.main([*args, "--out", str(out), "--force"]) == 2 and "so it stays" in capsys.readouterr().err
+    assert (out / "one-memory.json").read_text() == '{"mine": 1}' and (out / "one-memory.svg").read_bytes() == drawn
     both = ["plot", str(one), "--figure", "summary,memory", "--format", "svg", "--out", str(out)]
     assert cli.main(both) == 2 and not list(out.glob("*summary*"))  # all of them or none
     capsys.readouterr()

@@ -194,7 +194,7 @@ def test_what_is_missing_is_named_with_its_command(drop: Callable[[Row], bool], 
     assert v.line is None and not v.decided and "no verdict" in v.sentence
     (m,) = [m for m in v.missing if re.search(what, m.what)]
     assert m.command.startswith("kvsplit bench --model made-up.gguf --config F16,")
-    more = " --repeat 5" if "3 rounds" in what else ""
+    more = " --repeat 5" if "3 rounds" in what else " --text made-up.txt --chunks 12" if metric == "all" else ""
     assert m.command.endswith(f"--seq-len 4096 --metric {metric}{more}")
     assert "smaller than f16" not in v.sentence and m.command in _Reader(made.html).text
 
@@ -202,10 +202,44 @@ def test_what_is_missing_is_named_with_its_command(drop: Callable[[Row], bool], 
 def test_too_few_chunks_decide_nothing_and_few_are_remarked() -> None:
     none = _verdict(_rows(lengths=(4096,), chunks=3))
     assert none.line is None and "3 chunks are too few" in none.missing[0].what
-    assert none.missing[0].command.endswith("--metric perplexity --chunks 8")
+    assert none.missing[0].command.endswith("--metric perplexity --text made-up.txt --chunks 8")
     few = _verdict(_rows(lengths=(4096,), chunks=4))
     assert few.line is not None and "4 chunks" in few.remarks[0]
     assert not _verdict(_rows(lengths=(4096,), chunks=8)).remarks
+
+
+def test_what_is_missing_is_measured_on_the_same_text_and_chunks() -> None:
+    rows = [r for r in _rows(lengths=(4096,), chunks=7) if not (r.kind == "quality" and r.config != "F16")]
+    assert _verdict(rows).missing[0].command.endswith("--metric perplexity --text made-up.txt --chunks 7")
+    default = [dataclasses.replace(r, text=r.text and "pydoc_data.topics of Python 3.11.7") for r in rows]
+    assert _verdict(default).missing[0].command.endswith("--metric perplexity --chunks 7")
+
+
+def test_a_file_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join(results.json_line(r.to_json()) for r in _rows(lengths=(4096,))))
+    pages = []
+    for i, files in enumerate(([path], [path, tmp_path / "." / "r.jsonl"])):
+        page = tmp_path / f"{i}.html"
+        assert cli.main(["report", *map(str, files), "--out", str(page)]) == 0
+        pages.append(_Reader(page.read_text(encoding="utf-8")).text.replace("r.jsonl", ""))
+    counted = [re.findall(r"[0-9]+ memory, [0-9]+ speed", p) for p in pages]
+    assert counted[0] == counted[1] and counted[0]
+
+
+def test_a_ratio_is_of_one_build() -> None:
+    old = [dataclasses.replace(r, samples_ts=[9 * x for x in r.samples_ts or []]) if r.kind == "speed" and
+           r.config != "F16" else r for r in _rows(lengths=(4096,))]  # fmt: skip
+    new = _rows(lengths=(4096,), run_id="later", patches_sha256="8" * 64)
+    (section,) = report.sections([*old, *new])
+    (alone,) = report.sections(new)
+    for x, y in zip(section.places[0].lines, alone.places[0].lines):
+        assert (x.decode, x.prefill, x.rounds) == (y.decode, y.prefill, y.rounds), x.s.config
+        assert x.s.decode_ts == y.s.decode_ts
+
+
+def test_zero_has_no_sign_in_the_data_of_a_figure() -> None:
+    assert report._value(-0.0) == "0" and report._value(-1e-9) == "-1e-09"
 
 
 def test_rough_measurements_are_not_called_losses() -> None:
@@ -728,6 +762,7 @@ def test_paper_cuts_and_hides_nothing(opened: Any, page_file: Path, screenshots:
         assert edges and max(edges) <= wide + 1, (kind, edges)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # of figures whose labels leave no room
 def test_hostile_page_runs_nothing(opened: Any, tmp_path: Path) -> None:
     path = tmp_path / "hostile.html"
     report.write(path, report.make(_hostile(), title=HOSTILE, command=HOSTILE).html)

@@ -12,7 +12,7 @@ from kvsplit import runs, terminal
 from kvsplit.errors import ResultError, UsageError
 from kvsplit.figures import FIGURES, check_names
 from kvsplit.models import sha256_file
-from kvsplit.plots import FORMATS, Chart, charts, is_ours
+from kvsplit.plots import FORMATS, Chart, charts, check_free
 from kvsplit.results import Row, read_rows
 
 
@@ -86,13 +86,7 @@ def plot(
     drawn = _draw(rows, names, title)
 
     folder, stem = results[0].parent if out is None else out, results[0].stem
-    there = [p for c in drawn for p in c.paths(folder, stem, formats) if p.exists()]
-    if there and not replace:
-        raise UsageError(f"--out: {there[0]} is there already; give another folder, or --force to write over it")
-    for chart in drawn:
-        *figures, data = chart.paths(folder, stem, formats)
-        if any(p.exists() for p in (*figures, data)) and not is_ours(data):
-            raise UsageError(f"--force: there is no {data} that says what lies there; give another folder")
+    check_free([p for c in drawn for p in c.paths(folder, stem, formats)], replace=replace)  # all of them or none
     sources: List[Dict[str, str]] = [{"file": f.name, "sha256": sha256_file(f)} for f in results]
     command = " ".join(runs.command_line())
     told = []
