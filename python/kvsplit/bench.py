@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
 from kvsplit import native, probe, quality, results, retrieval, runs, speed, stats
-from kvsplit.errors import KVSplitError, NotFiniteError, ResultError, ToolError, UnsupportedModelError, UsageError
+from kvsplit.errors import (
+    CacheFolderError,
+    ContextError,
+    KVQuantError,
+    KVSplitError,
+    NotFiniteError,
+    ResultError,
+    ToolError,
+    UnsupportedModelError,
+    UsageError,
+)
 from kvsplit.gguf_meta import GGUFInfo
 from kvsplit.memory import ModelShape, _shape, kv_memory
 from kvsplit.policy import F16, KVQuant, Spec
@@ -126,12 +136,30 @@ def parse_configs(texts: Sequence[str], argument: str = "--config") -> Tuple[KVQ
         for part in text.split(";"):
             for one in [part] if "/" in part else part.split(","):
                 if one.strip():
-                    q = KVQuant.from_text(one.strip(), argument)
+                    try:
+                        q = KVQuant.from_text(one.strip(), argument)
+                    except KVQuantError as e:
+                        if "/" not in part or "," not in part:
+                            raise
+                        why = f"{e}; other configurations than a pair of SPECs are separated by ';'"
+                        raise type(e)(why, argument=argument, given=part) from None
                     if q not in out:
                         out.append(q)
     if not out:
         raise UsageError(f"{argument}: names no configuration; write for example F16,K8V4")
     return tuple(out)
+
+
+def check_config(shape: ModelShape, quant: KVQuant, n_ctx: int) -> None:
+    """Refuse a configuration that a model can't store.
+
+    Raises:
+        UsageError: names the configuration and the reason.
+    """
+    try:
+        kv_memory(shape, quant, n_ctx)
+    except UsageError as e:
+        raise type(e)(f"--config: {quant.text}: {e}") from None
 
 
 def parse_lengths(texts: Sequence[str]) -> Tuple[int, ...]:
@@ -183,6 +211,11 @@ def items(o: Options, info: GGUFInfo, text: quality.Text) -> List[Item]:
     """
     trained = int(info.get("context_length", 0))
     lengths = o.lengths or tuple(n for n in LENGTHS if not trained or n <= trained)
+    if not lengths:
+        raise UsageError(
+            f"--seq-len: {info.path.name} was trained on {trained} tokens, and {LENGTHS[0]} are the least that is "
+            "measured; only --metric memory with a --seq-len takes more"
+        )
     if trained and set(o.metrics) - {"memory"} and max(lengths) > trained:
         raise UsageError(
             f"--seq-len: {info.path.name} was trained on {trained} tokens, {max(lengths)} are more; "
@@ -224,9 +257,14 @@ def speed_items(
 
 Key = Tuple[Any, ...]
 
+#: What leaves one measurement out, and not all that follow: the tool failed, or text or memory don't suffice for it.
+_SKIPPED = (ToolError, ResultError, NotFiniteError, UsageError, ContextError)
+
 
 def row_key(row: Row) -> Key:
-    """What makes two rows the same measurement: model, patches, device, kind, types, and what belongs to the kind.
+    """What makes two rows the same measurement: model, patches, device, length, kind, types, and what belongs to it.
+
+    A row of another command, which knows no length, is none of a sweep over lengths.
 
     For a speed also the machine. Threads are compared by :meth:`Sweep.done`, as far as they were asked for.
     """
@@ -239,7 +277,8 @@ def row_key(row: Row) -> Key:
         "continuation": lambda: (row.text_sha256, row.seq_len, row.n_gen, len(row.same_tokens or ())),
     }
     own = kinds[row.kind]() if row.kind in kinds else (id(row),)
-    return (p.model_sha256, p.patches_sha256, row.device or "auto", row.kind, row.kvq_key, row.kvq_val, *own)
+    head = (p.model_sha256, p.patches_sha256, row.device or "auto", row.seq_len)
+    return (*head, row.kind, row.kvq_key, row.kvq_val, *own)
 
 
 @dataclass
@@ -286,6 +325,7 @@ class Sweep:
         self.know(self.journal.rows if self.journal else [])
         self._reference: Dict[retrieval.RetrievalPlan, retrieval.Reference] = {}
         self._at, self._total, self._what = 0.0, 0.0, ""
+        self.full = False  # nothing can be written any more
 
     def check(self, quants: Iterable[KVQuant], n_ctx: int) -> None:
         """Refuse policies that the model or the library can't store.
@@ -302,7 +342,7 @@ class Sweep:
                     f"the library {self.lib.path} can't store {', '.join(sorted(lacking))}; build it and the tools anew"
                 )
             if self.shape is not None:
-                kv_memory(self.shape, q, n_ctx)
+                check_config(self.shape, q, n_ctx)
 
     # ---- what is there
 
@@ -318,7 +358,7 @@ class Sweep:
     def keys(self, item: Item) -> List[Key]:
         """Keys of the rows that an item gives."""
         p, q = item.plan, item.quant
-        head = (self.sha256, self.provenance.patches_sha256, p.device, item.kind, q.key, q.val)
+        head = (self.sha256, self.provenance.patches_sha256, p.device, item.seq_len, item.kind, q.key, q.val)
         if isinstance(p, MemoryPlan):
             return [(*head, p.n_ctx)]
         if isinstance(p, speed.SpeedPlan):
@@ -341,6 +381,11 @@ class Sweep:
     def done(self, item: Item) -> bool:
         """True if all of an item's rows are there."""
         return None not in self.rows(item)
+
+    def here(self, row: Row) -> bool:
+        """True if a row was measured on this machine."""
+        p, own = row.provenance, self.provenance
+        return (p.cpu_info, p.gpu_info) == (own.cpu_info, own.gpu_info)
 
     # ---- what it costs
 
@@ -555,25 +600,56 @@ class Sweep:
         if len(rows) != len(keys) or {row_key(r) for r in rows} != set(keys):
             raise ResultError(f"other rows of {item.kind} came than were asked for")
         if self.journal is not None:
-            self.journal.write(*new)
+            try:
+                self.journal.write(*new)
+            except CacheFolderError:
+                self.full = True
+                raise
         self._rows.update((row_key(r), r) for r in rows if r in new)
         self.new += new
 
-    def _try(self, item: Item, measure: Callable[[], List[Row]]) -> None:
+    def _failed(self, item: Item, why: object) -> None:
+        """Remember what has no row."""
+        where = "" if item.seq_len is None else f", {item.seq_len} tokens"
+        self.failures.append(f"{self.model.name}, {item.quant.text}, {item.kind}{where}: {why}")
+        self.say(self.failures[-1])
+
+    def _try(self, item: Item, measure: Callable[[], List[Row]]) -> bool:
         where = "" if item.seq_len is None else f", {item.seq_len} tokens"
         turn = "" if item.round is None else f", round {item.round + 1}"
         self._what = f"{item.kind} {item.quant.label}{where}{turn}"
         self.step(self._what, self._at, self._total)
         try:
             self._keep(item, measure())
-        except (ToolError, ResultError, NotFiniteError) as e:
+        except _SKIPPED as e:
             if self.strict:
-                if isinstance(e, ResultError):
-                    raise ResultError(f"{item.quant.label}: {e}") from None
+                if not isinstance(e, UsageError):
+                    e.args = (f"{item.quant.label}: {e}",)
                 raise
-            self.failures.append(f"{self.model.name}, {item.quant.text}, {item.kind}{where}: {e}")
-            self.say(self.failures[-1])
-        self._at += self.cost(item)
+            self._failed(item, e)
+            return False
+        finally:
+            self._at += self.cost(item)
+        return True
+
+    def _qualities(self, group: Sequence[Item], plan: quality.QualityPlan, base_cost: float) -> None:
+        """Perplexities that share a base."""
+        self.step(f"f16 base, {plan.ppl_ctx} tokens", self._at, self._total)
+        with quality.base_file(self.model, self.info, self.text, plan, self.folder) as base:
+            n = quality.base_chunks(base)
+            if n != plan.chunks:
+                raise UsageError(
+                    f"--chunks: {self.text.name} has {n} chunks of {plan.ppl_ctx} tokens for {self.model.name}, "
+                    f"{plan.chunks} were asked for; use fewer, or a longer --text"
+                )
+            self._at += base_cost
+            unpaired = False
+            for one in group:
+                if unpaired:  # a row that is there is not measured again, so it must be whole
+                    self._failed(one, "not measured, because f16 failed, which it is held against")
+                    continue
+                done = self._try(one, lambda: self._quality(one, base))  # noqa: B023 - called at once
+                unpaired = one.quant == F16 and not done
 
     def run(self, todo: Sequence[Item]) -> None:
         """Measure what isn't there yet, in order; perplexities of one plan share an f16 base.
@@ -596,16 +672,15 @@ class Sweep:
             plan = item.plan
             assert isinstance(plan, quality.QualityPlan)
             group = [other for other in todo[i:] if other.kind == "quality" and other.plan == plan]
-            self.step(f"f16 base, {plan.ppl_ctx} tokens", self._at, self._total)
-            with quality.base_file(self.model, self.info, self.text, plan, self.folder) as base:
-                n = quality.base_chunks(base)
-                if n != plan.chunks:
-                    raise UsageError(
-                        f"--chunks: {self.text.name} has {n} chunks of {plan.ppl_ctx} tokens for {self.model.name}"
-                    )
-                self._at += base_cost[plan]
+            at = self._at
+            try:
+                self._qualities(group, plan, base_cost[plan])
+            except (*_SKIPPED, CacheFolderError) as e:  # there is no base
+                if self.strict or self.full or len(group) == len(todo):
+                    raise
                 for one in group:
-                    self._try(one, lambda: self._quality(one, base))  # noqa: B023 - called at once
+                    self._failed(one, e)
+            self._at = at + base_cost[plan] + sum(map(self.cost, group))
             i += len(group)
         self.step("", self._total, self._total)
 
@@ -629,13 +704,19 @@ def _same_types(q: KVQuant, stored: Sequence[Tuple[str, str]]) -> None:
 
 
 def seconds_a_token(model: Path, rows: Iterable[Row], device: str, n_threads: Optional[int]) -> float:
-    """Of a prefill at an empty cache: from rows of this model where it was measured, else by a short run.
+    """Of a prefill at an empty cache: from rows with the device and threads asked for, else by a short run.
+
+    Args:
+        model: GGUF file.
+        rows: of this model, measured on this machine.
+        device, n_threads: as the plan has them.
 
     Raises:
         ToolError: llama-bench failed.
     """
     for r in rows:
-        if r.kind == "speed" and r.n_prompt and r.median_ts and (r.n_depth or 0) <= 2048:
+        alike = (r.device or "auto") == device and n_threads in (None, r.n_threads)
+        if alike and r.kind == "speed" and r.n_prompt and r.median_ts and (r.n_depth or 0) <= 2048:
             return 1 / r.median_ts
     plan = speed.SpeedPlan(128, 0, 0, 1, n_threads, device)
     return 1 / speed.run(model, [F16], plan)[0].median_ts

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     Any,
@@ -44,6 +44,7 @@ from typing import (
     Set,
     Tuple,
     Union,
+    get_type_hints,
 )
 
 import psutil
@@ -55,6 +56,7 @@ import kvsplit
 from kvsplit import runs
 from kvsplit.errors import CacheFolderError, CommandError, ResultError, UsageError
 from kvsplit.policy import KVQuant
+from kvsplit.results import fits, json_line, short
 
 SCHEMA = 1
 #: Seconds from one sample to the next.
@@ -351,8 +353,8 @@ def _groups(root: Path) -> Iterator[Tuple[int, Path]]:
         return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), path)
 
     try:
-        own = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        own = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return
     paths: Dict[int, str] = {}
@@ -522,6 +524,29 @@ class Capture:
         return {n: max(v) for n in _SIZES if (v := [x for s in self.samples if (x := getattr(s, n)) is not None])}
 
 
+_SAMPLE = get_type_hints(Sample)
+# what readers of a file rely on; the rest is for the record
+_HEADER = {
+    "command": List[str], "config": Optional[str], "interval": Optional[float], "memory_limit": Optional[int],
+    "memory_limit_of": Optional[str], "warn_at": Optional[str], "kill_at": Optional[str],
+}  # fmt: skip
+_SUMMARY = {"exit_code": int, "seconds": float, "approximate": int, "killed": Optional[str]}
+
+
+def _check(record: Dict[str, Any], hints: Dict[str, Any]) -> None:
+    """Refuse a line whose fields are missing or of another kind.
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name, hint in hints.items():
+        value = record.get(name)
+        if not fits(value, hint) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name}: {short(value)}")
+        if isinstance(value, (int, float)) and value < 0:
+            raise ValueError(f"{name}: {value} is below 0")
+
+
 def read(path: Union[str, "os.PathLike[str]"]) -> Capture:
     """Read a file, also one that is being written or that a kill has cut.
 
@@ -534,7 +559,6 @@ def read(path: Union[str, "os.PathLike[str]"]) -> Capture:
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{path} can't be read ({e.strerror or e})") from None
-    known = {f.name for f in fields(Sample)}
     out: Optional[Capture] = None
     for i, line in enumerate(data.splitlines(keepends=True), 1):
         try:
@@ -543,12 +567,21 @@ def read(path: Union[str, "os.PathLike[str]"]) -> Capture:
             if kind == "header" and i == 1:
                 if record["schema"] != SCHEMA:
                     raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
+                _check(record, _HEADER)
+                for name in ("warn_at", "kill_at"):
+                    if record.get(name) is not None:
+                        Threshold.parse(record[name], name)
                 out = Capture(path, record)
             elif out is None or out.summary is not None:
                 raise ValueError("no header stands before it" if out is None else "the summary must be the last line")
             elif kind == "sample":
-                out.samples.append(Sample(**{k: v for k, v in record.items() if k in known}))
+                _check(record, _SAMPLE)
+                sample = Sample(**{k: v for k, v in record.items() if k in _SAMPLE})
+                if out.samples and sample.t < out.samples[-1].t:
+                    raise ValueError(f"t: {sample.t} comes after {out.samples[-1].t}")
+                out.samples.append(sample)
             elif kind == "summary":
+                _check(record, _SUMMARY)
                 out.summary = record
             else:
                 raise ValueError(f"{kind!r} is no kind of line")
@@ -581,7 +614,7 @@ class _Writer:
         if self._full:
             return
         try:
-            rest = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
+            rest = memoryview(json_line(record))
             while rest:
                 rest = rest[self._f.write(rest) :]
         except OSError as e:

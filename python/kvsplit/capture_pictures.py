@@ -95,6 +95,7 @@ class _Picture:
         self.figure.suptitle(f"Memory over time: {', '.join(names)}", fontsize=12, fontweight="bold", x=0.02, ha="left")
         ax.set_title(self._note(), fontsize=8.5, color="#444444", loc="left")
         from matplotlib.patches import Patch
+        from matplotlib.text import Text
 
         handles = [h for h in ax.get_lines() if not h.get_label().startswith("_")]
         if not several and self._captures[0].samples[0].anon is not None:
@@ -103,6 +104,8 @@ class _Picture:
                         Patch(facecolor=color, alpha=0.16, label="files mapped into it")]  # fmt: skip
         self.figure.legend(handles=handles, loc="outside lower left", ncols=min(4, len(handles)), frameon=False,
                            fontsize=9)  # fmt: skip
+        for text in self.figure.findobj(Text):
+            text.set_parse_math(False)  # what stands between two dollars of a name is no formula
 
     @staticmethod
     def _measure(c: Capture) -> str:
@@ -111,9 +114,9 @@ class _Picture:
 
     def _note(self) -> str:
         h = self._captures[0].header
-        parts = [f"{self._measure(self._captures[0])} of all its processes, every {h.get('interval', INTERVAL):g} s"]
+        parts = [f"{self._measure(self._captures[0])} of all its processes, every {h.get('interval') or INTERVAL:g} s"]
         if h.get("memory_limit"):
-            parts.append(f"{h['memory_limit_of']} with {size_text(h['memory_limit'])}")
+            parts.append(f"{h.get('memory_limit_of') or 'machine'} with {size_text(h['memory_limit'])}")
         ends = []
         for c in self._captures:
             who = f"{c.label} " if len(self._captures) > 1 else ""
@@ -128,7 +131,8 @@ class _Picture:
     def _mark_limits(self, top: float) -> float:
         """Lines of limits that are near; returns what must be seen."""
         h = self._captures[0].header
-        marks: List[Tuple[Any, str, Any]] = [(h.get("memory_limit"), f"memory of the {h.get('memory_limit_of')}", "-")]
+        whose = h.get("memory_limit_of") or "machine"
+        marks: List[Tuple[Any, str, Any]] = [(h.get("memory_limit"), f"memory of the {whose}", "-")]
         for name in ("warn_at", "kill_at"):
             if h.get(name):
                 marks.append(

@@ -436,6 +436,14 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     ``KVSPLIT_DEBUG=1`` shows tracebacks.
     """
+    for fd in range(3):  # closed by who started us: the next file that is opened must not become it
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
         if not terminal.utf8(stream) and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

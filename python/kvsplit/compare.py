@@ -201,5 +201,8 @@ def run(
                 f"attention on {res.rows[0].backend_decode or 'an unknown backend'}"
             )
             charts = [options.out / f"{run_id}-memory-quality.{ext}" for ext in ("png", "svg")]
-            res.files += plots.memory_quality(res.summaries, charts, model=model.stem, note=note)
+            import matplotlib
+
+            with matplotlib.rc_context({"text.parse_math": False}):  # names of files are no formulas
+                res.files += plots.memory_quality(res.summaries, charts, model=model.stem, note=note)
     return res

@@ -34,8 +34,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 import numpy as np
 import psutil
 
+from kvsplit import bench, models, native, plots, quality, runs
 from kvsplit import inspect_maths as maths
-from kvsplit import models, native, plots, quality, runs
 from kvsplit.cache_types import BY_NAME
 from kvsplit.errors import (
     CacheFolderError,
@@ -879,10 +879,14 @@ def _prompt(o: Options) -> Iterator[Tuple[str, str, str]]:
             raise UsageError("--text: the prompt was given twice, by --prompt and by --text")
         if not o.prompt:
             raise UsageError("--prompt: it is empty")
-        yield o.prompt, "prompt", hashlib.sha256(o.prompt.encode("utf-8")).hexdigest()
+        try:
+            data = o.prompt.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UsageError("--prompt: it is not UTF-8 text; give it as a file, by --text") from None
+        yield o.prompt, "prompt", hashlib.sha256(data).hexdigest()
         return
     with quality.text_file(o.text) as text:
-        yield text.path.read_text(encoding="utf-8"), text.name, text.sha256
+        yield text.path.read_bytes().decode("utf-8"), text.name, text.sha256  # line ends as they are
 
 
 def _tokens(model: _Model, text: str, n: int) -> List[int]:
@@ -959,9 +963,11 @@ def run(
         trained = shape.n_ctx_train or DEFAULT_CTX
         tokens = _tokens(model, text, min(options.n_ctx or DEFAULT_CTX, trained))
         if len(tokens) < 2:
-            raise UsageError(f"the prompt has {len(tokens)} tokens, at least 2 are needed; give a longer --prompt")
+            given = "--prompt" if options.prompt is not None else "--text"
+            count = f"{len(tokens)} token{'s'[: len(tokens) != 1]}"
+            raise UsageError(f"{given}: {text_name} has {count}, at least 2 are needed; give a longer one")
         for q in options.configs:  # refused here with the reason, in words of our own
-            kv_memory(shape, q, len(tokens))
+            bench.check_config(shape, q, len(tokens))
         _slice(options.layers, "--layers", len(shape.layers), "the layers")
         step("making contexts", 0, 0)
         plan = _plan(model, shape, options.configs)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import shutil
 import struct
 import sys
 import tempfile
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
@@ -25,6 +27,9 @@ from kvsplit.gguf_meta import GGUFInfo
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
 from kvsplit.speed import kvq_args
+
+if sys.platform != "win32":
+    import fcntl
 
 # llama-perplexity prints no statistics for fewer tokens
 _MIN_TOKENS = 100
@@ -70,7 +75,14 @@ def text_file(given: Optional[Path]) -> Iterator[Text]:
             raise UsageError(f"--text: {given} is not UTF-8 text ({e.reason} at byte {e.start})") from None
         except OSError as e:
             raise UsageError(f"--text: {given} can't be read ({e.strerror or e})") from None
-        yield Text(given, given.name, hashlib.sha256(data).hexdigest())
+        sha256 = hashlib.sha256(data).hexdigest()
+        if given.is_file():
+            yield Text(given, given.name, sha256)
+            return
+        with tempfile.TemporaryDirectory(prefix="kvsplit-text-") as tmp:  # a pipe can be read only once
+            path = Path(tmp) / "text.txt"
+            path.write_bytes(data)
+            yield Text(path, given.name, sha256)
         return
     with tempfile.TemporaryDirectory(prefix="kvsplit-text-") as tmp:
         path = default_text(Path(tmp))
@@ -285,6 +297,10 @@ def check(plan: QualityPlan, text: Text) -> None:
     size = text.path.stat().st_size
     if size < 2 * plan.ppl_ctx:  # a token is rarely shorter than a byte
         raise UsageError(f"--text: {text.name} has {size} bytes, too few for chunks of {plan.ppl_ctx} tokens")
+    if size < plan.chunks * plan.ppl_ctx:
+        raise UsageError(
+            f"--chunks: {text.name} has {size} bytes, too few for {plan.chunks} chunks of {plan.ppl_ctx} tokens"
+        )
 
 
 def _args(model: Path, quant: KVQuant, plan: QualityPlan) -> List[str]:
@@ -292,6 +308,34 @@ def _args(model: Path, quant: KVQuant, plan: QualityPlan) -> List[str]:
     if plan.n_threads is not None:
         args += ["-t", str(plan.n_threads)]
     return args
+
+
+_BASE = "kvsplit-base-"
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Hold a lock in a temporary folder as long as we live: a kill leaves the folder, and takes the lock."""
+    with open(folder / "lock", "wb") as f:
+        if sys.platform != "win32":
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Remove bases of runs that were killed: they can take gigabytes, and nobody else knows what they are."""
+    if sys.platform == "win32":
+        return
+    for old in folder.glob(f"{_BASE}*"):
+        with suppress(OSError), open(old / "lock", "rb") as f:  # no lock yet: it is being made
+            if time.time() - os.fstat(f.fileno()).st_mtime < 10:  # or not yet locked
+                continue
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            names = {p.name for p in old.iterdir()}
+            if names <= {"f16.kld", "lock"}:  # what we put there; anything else is somebody's
+                for name in names:
+                    (old / name).unlink()
+                old.rmdir()
 
 
 @contextmanager
@@ -310,7 +354,8 @@ def base_file(
         ToolError, ResultError: llama-perplexity failed.
     """
     check(plan, text)
-    with tempfile.TemporaryDirectory(prefix="kvsplit-base-", dir=folder) as tmp:
+    _remove_orphans(Path(folder or tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_BASE, dir=folder) as tmp, _owned(Path(tmp)):
         need = base_bytes(plan, n_vocab(info))
         free = shutil.disk_usage(tmp).free
         if free < need + (64 << 20):

@@ -150,26 +150,30 @@ class Progress:
 
 
 class Terminated(BaseException):
-    """SIGTERM: tools that run are ended and temporary files removed, as after Ctrl-C.
+    """SIGTERM, or SIGHUP of a terminal that closes: tools that run are ended and temporary files removed.
 
     No KeyboardInterrupt, of which typer makes an exit with 130.
     """
 
 
-def _on_sigterm(signum: int, frame: object) -> NoReturn:
+def _on_end(signum: int, frame: object) -> NoReturn:
     raise Terminated
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises :class:`Terminated`, in the main thread."""
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _on_sigterm) if in_main else None
+    """SIGTERM and SIGHUP raise :class:`Terminated`, in the main thread; a SIGHUP that ``nohup`` ignores stays so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, _on_end)
+        hangup = getattr(signal, "SIGHUP", None)
+        if hangup is not None and signal.getsignal(hangup) == signal.SIG_DFL:
+            before[hangup] = signal.signal(hangup, _on_end)
     try:
         yield
     finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def reader_has_gone() -> int:

@@ -40,7 +40,7 @@ from kvsplit.errors import (
     UsageError,
 )
 from kvsplit.gguf_meta import GGUFInfo, check_model
-from kvsplit.memory import ModelShape, _shape, kv_memory
+from kvsplit.memory import ModelShape, _shape
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
 from kvsplit.results import Journal, Row, read_rows
@@ -175,7 +175,6 @@ def jobs(options: Options, rows: Iterable[Row], text: quality.Text, patches_sha2
         ModelFileError: a file is no model.
     """
     have = {row_key(r): r for r in rows if r.kind == "quality"}
-    quality.check(options.plan, text)
     out: List[Job] = []
     for model in options.models:
         info = check_model(model)
@@ -189,6 +188,7 @@ def jobs(options: Options, rows: Iterable[Row], text: quality.Text, patches_sha2
             raise UsageError(
                 f"--ppl-ctx: {model.name} was trained on {trained} tokens, {options.plan.ppl_ctx} are more"
             )
+        quality.check(options.plan, text)
         job = Job(model, info, sha256_file(model), shape)
         if any(job.sha256 == other.sha256 for other in out):
             continue
@@ -200,7 +200,7 @@ def jobs(options: Options, rows: Iterable[Row], text: quality.Text, patches_sha2
 
         for q in options.configs:
             if shape is not None:
-                kv_memory(shape, q, options.plan.ppl_ctx)  # refuses what can't be stored
+                bench.check_config(shape, q, options.plan.ppl_ctx)
             row = find(q)
             if row is not None:
                 job.done.append(row)
@@ -477,13 +477,16 @@ def report(rows: Iterable[Row], which: Sequence[str], figures: Optional[Path] = 
                 names[slug] = names.get(slug, 0) + 1
                 number = "" if names[slug] == 1 else f"-{names[slug]}"
                 path = figures.with_name(f"{figures.name}-{slug}{number}-pairs.svg")
-                plots.pair_heat_map(
-                    {k: r.kld for k, r in cells.items()},
-                    {b: (BITS[b], BY_NAME[BITS[b]].bits_per_value) for b in AXIS if b in BITS},
-                    path,
-                    model=Path(first.provenance.model_filename).stem,
-                    note=f"text: {caption}; attention on {where}",
-                )
+                import matplotlib
+
+                with matplotlib.rc_context({"text.parse_math": False}):  # names of files are no formulas
+                    plots.pair_heat_map(
+                        {k: r.kld for k, r in cells.items()},
+                        {b: (BITS[b], BY_NAME[BITS[b]].bits_per_value) for b in AXIS if b in BITS},
+                        path,
+                        model=Path(first.provenance.model_filename).stem,
+                        note=f"text: {caption}; attention on {where}",
+                    )
                 written.append(path)
     if not lines:
         return "No row was measured yet.\n", written

@@ -172,7 +172,11 @@ def run_command(
         peak = _wait(proc)
     except BaseException:
         proc.terminate()
-        proc.wait()
+        try:
+            proc.wait(5)
+        except subprocess.TimeoutExpired:
+            proc.kill()
+            proc.wait()
         raise
     finally:
         thread.join(timeout=5)

@@ -3,24 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import fakes
 import pytest
 
 import kvsplit
-from kvsplit import bench, cli, quality, results, stats
-from kvsplit.errors import UsageError
+from kvsplit import bench, cli, quality, results, speed, stats
+from kvsplit.errors import CacheFolderError, KVQuantError, UsageError
 from kvsplit.gguf_meta import check_model
 from kvsplit.policy import F16, KVQuant
 from kvsplit.results import Row
@@ -132,6 +136,27 @@ def test_a_text_that_is_too_short_is_refused(model: Path, tmp_path: Path) -> Non
     short.write_text("a few words")
     with pytest.raises(UsageError, match="--text: short.txt has 11 bytes"):
         _items(model, short, metrics=("perplexity",))
+
+
+def test_a_text_that_can_not_have_so_many_chunks_is_refused_before_anything_runs(model: Path, text: Path) -> None:
+    size = text.stat().st_size
+    assert _items(model, text, metrics=("perplexity",), lengths=(128,), chunks=size // 128)
+    with pytest.raises(UsageError, match=f"--chunks: text.txt has {size} bytes, too few for {size // 128 + 1} chunks"):
+        _items(model, text, metrics=("perplexity",), lengths=(128,), chunks=size // 128 + 1)
+
+
+def test_a_model_that_was_trained_on_less_than_the_least_length(synth_model: Any, text: Path) -> None:
+    short = synth_model(n_ctx_train=64)
+    with pytest.raises(UsageError, match="--seq-len: .* was trained on 64 tokens, and 128 are the least"):
+        _items(short, text, lengths=None)
+    assert _items(short, text, lengths=(128,), metrics=("memory",))
+
+
+def test_configurations_that_are_separated_wrongly() -> None:
+    with pytest.raises(KVQuantError, match="--config: .* are separated by ';'"):
+        bench.parse_configs(["F16,q8_0/kvq4"])
+    with pytest.raises(KVQuantError, match="^--config: 'k9' is no cache type[^;]*;[^;]*$"):
+        bench.parse_configs(["k9/kvq4"])
 
 
 # ---- rows
@@ -297,7 +322,174 @@ def _plan(capsys: pytest.CaptureFixture[str], run: Callable[..., int]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_rows_of_a_comparison_belong_to_no_length(staged: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run, ran, out = staged
+    assert run("--metric", "memory,perplexity", lengths="128") == 0
+    text = out.read_text()
+    rows = [replace(r, seq_len=None) for r in _rows(out)]  # the same, but as kvsplit compare writes them
+    out.write_bytes(b"".join(results.json_line(r.to_json()) for r in rows))
+    ran(), capsys.readouterr()
+    assert run("--metric", "memory,perplexity", "--resume", lengths="128") == 0
+    told = capsys.readouterr()
+    assert "6 rows measured, 0 were there" in told.err and " 0 tokens" not in told.out and len(ran()) == 4
+    assert len(out.read_text().splitlines()) == 2 * len(text.splitlines())
+
+
+def test_a_layer_that_is_not_there_is_refused_by_name(staged: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run, ran, out = staged
+    assert run("--config", "q8_0/kvq4,40=q8_0", "--metric", "memory") == 2 and ran() == [] and not out.exists()
+    assert "--config: q8_0/kvq4,40=q8_0: kvq_val: slice '40' is out of range" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_summary_is_not_replaced(staged: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run, ran, out = staged
+    csv_file = out.with_suffix(".csv")
+    out.parent.mkdir()
+    csv_file.write_text("mine\n")
+    assert run("--metric", "speed") == 2 and ran() == [] and not out.exists(), "hours must not be lost"
+    assert f"--out: {csv_file} would be replaced" in capsys.readouterr().err and csv_file.read_text() == "mine\n"
+    csv_file.unlink()
+    assert run("--metric", "memory") == 0 and run("--metric", "memory", "--resume") == 0, "ours is"
+    out.unlink()
+    out.mkdir()
+    assert run("--metric", "memory", "--resume") == 2 and "is a folder" in capsys.readouterr().err
+
+
+def test_a_length_that_can_not_be_measured_does_not_end_the_sweep(
+    staged: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, out = staged
+
+    def too_short(*args: Any, **more: Any) -> Any:
+        raise UsageError("--text: text.txt has 9 tokens")
+
+    monkeypatch.setattr(bench.retrieval, "needle", too_short)
+    monkeypatch.setenv("FAKE_CHUNKS", "2")  # of the 3 that are asked for
+    assert run() == 1
+    err = capsys.readouterr().err
+    assert "quality, 128 tokens: --chunks: text.txt has 2 chunks" in err
+    assert "q8_0/kvq4, retrieval, 256 tokens: --text: text.txt has 9 tokens" in err
+    kinds = {(r.kind, r.seq_len) for r in _rows(out)}
+    assert kinds == {(k, n) for k in ("memory", "speed", "continuation") for n in (128, 256)}
+    assert out.with_suffix(".csv").exists()
+
+
+def test_without_f16_nothing_is_held_against_it(
+    staged: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ran, out = staged
+    monkeypatch.setenv("FAKE_BREAK", "f16/f16=fail")
+    assert run("--metric", "perplexity", lengths="128") == 1 and not out.exists() and ran() == ["base", "f16/f16"]
+    assert "q8_0/kvq4, quality, 128 tokens: not measured, because f16 failed" in capsys.readouterr().err
+    monkeypatch.delenv("FAKE_BREAK")
+    assert run("--metric", "perplexity", "--resume", lengths="128") == 0
+    assert len(_rows(out)) == 3 and all(r.ppl_change is not None for r in _rows(out)), "rows stay, so they are whole"
+
+
+def test_a_full_disk_ends_the_sweep(staged: Any, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    run, ran, _ = staged
+
+    def full(self: Any, *rows: Row) -> None:
+        raise CacheFolderError("b.jsonl can't be written: No space left on device")
+
+    monkeypatch.setattr(results.Journal, "write", full)
+    assert run("--metric", "perplexity") == 1 and ran() == ["base", "f16/f16"]
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_the_time_is_told_from_speeds_of_this_machine_and_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(_some_row(), kind="speed", device="cpu", n_prompt=32, n_gen=0, n_depth=0, n_threads=2, median_ts=50.0)
+    short_run = speed.Speed(F16, 128, 0, [10.0])
+    monkeypatch.setattr(speed, "run", lambda *a, **k: [short_run])
+    told = [bench.seconds_a_token(model, [row], *asked) for asked in (("cpu", None), ("cpu", 2), ("cpu", 1))]
+    assert told == [1 / 50, 1 / 50, 1 / 10]
+    assert bench.seconds_a_token(model, [row], "auto", None) == 1 / 10
+
+
+def test_text_from_a_pipe(staged: Any, tmp_path: Path, text: Path) -> None:
+    run, _, out = staged
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", 'exec cat "$1" > "$2"', "sh", str(text), str(pipe)]):
+        assert run("--text", pipe, "--metric", "perplexity", lengths="128") == 0
+    assert {r.text_sha256 for r in _rows(out)} == {hashlib.sha256(text.read_bytes()).hexdigest()}
+
+
 # ---- killed
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (getattr(signal, "SIGHUP", signal.SIGTERM), 143)],
+)
+def test_a_sweep_that_is_ended_leaves_rows_and_nothing_else(
+    staged: Any, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int, code: int
+) -> None:
+    monkeypatch.setenv("FAKE_BREAK", "q8_0/kvq4=hang")
+    with _started(tmp_path, model, text, signum) as (proc, out):
+        up = tmp_path / "log.up"
+        end = time.monotonic() + 60
+        while not up.exists() or not up.read_text():
+            time.sleep(0.01)
+            assert proc.poll() is None and time.monotonic() < end
+        proc.send_signal(signum)
+        _, told = proc.communicate(timeout=30)
+        assert proc.returncode == code, told
+        assert len(_rows(out)) == 1 and f"{out} has 1 new rows; with --resume" in told
+        assert not Path(up.read_text()).parent.exists() and not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_base_that_a_kill_left_is_removed_by_the_next_run(
+    staged: Any, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, out = staged
+    monkeypatch.setenv("FAKE_BREAK", "q8_0/kvq4=hang")
+    with _started(tmp_path, model, text, signal.SIGINT) as (proc, _):
+        up = tmp_path / "log.up"
+        end = time.monotonic() + 60
+        while not up.exists() or not up.read_text():
+            time.sleep(0.01)
+            assert proc.poll() is None and time.monotonic() < end
+        base = Path(up.read_text()).parent
+        past = time.time() - 60
+        os.utime(base / "lock", (past, past))
+        quality._remove_orphans(base.parent)
+        assert base.exists(), "its run lives"
+        proc.kill()
+        proc.communicate()
+    (base / "mine").touch()
+    quality._remove_orphans(base.parent)
+    assert (base / "mine").exists() and (base / "lock").exists(), "somebody uses the folder"
+    (base / "mine").unlink()
+    monkeypatch.delenv("FAKE_BREAK")
+    monkeypatch.setattr(tempfile, "tempdir", str(base.parent))
+    assert run("--metric", "perplexity", lengths="128") == 0 and not base.exists()
+
+
+@contextlib.contextmanager
+def _started(tmp_path: Path, model: Path, text: Path, signum: int) -> Iterator[Tuple["subprocess.Popen[str]", Path]]:
+    """A sweep of perplexities, in a process that hears a signal also where the tests run in the background."""
+    (tmp_path / "tmp").mkdir()
+    out = tmp_path / "ended" / "b.jsonl"
+    code = f"""if True:
+        import signal, sys
+        sys.path[:0] = {[str(Path(kvsplit.__file__).parent.parent), str(Path(__file__).parent)]!r}
+        signal.signal({int(signum)}, signal.default_int_handler if {signum == signal.SIGINT} else signal.SIG_DFL)
+        import fakes
+        fakes.stand_in()
+        from kvsplit import cli
+        sys.exit(cli.main(sys.argv[1:]))
+    """
+    args = ["bench", str(model), "--text", str(text), "--config", CONFIGS, "--seq-len", "128", "--chunks", "3"]
+    args += ["--metric", "perplexity", "--out", str(out)]
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen([sys.executable, "-c", code, *args], env=env, text=True, encoding="utf-8",
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as proc:  # fmt: skip
+        try:
+            yield proc, out
+        finally:
+            proc.kill()
 
 
 def test_a_sweep_that_is_killed_again_and_again_gives_the_same_rows(

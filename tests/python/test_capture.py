@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -362,6 +363,13 @@ def test_limits_inside_a_container(tmp_path: Path) -> None:
     assert capture.limits(tmp_path)[0].used() is None
     # or its path is the host's, which isn't mounted here
     (tmp_path / "proc/self/cgroup").write_text("0::/../../docker/abc\n")
+    assert capture.limits(tmp_path)[0].bytes == 64 * MIB
+
+
+def test_mount_points_need_not_be_text(tmp_path: Path) -> None:
+    _files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{64 * MIB}\n"})
+    other = b"29 20 0:9 / /mnt/\xff rw - ext4 /dev/x rw\n"
+    (tmp_path / "proc/self/mountinfo").write_bytes(other + V2_MOUNT.encode())
     assert capture.limits(tmp_path)[0].bytes == 64 * MIB
 
 
@@ -875,12 +883,18 @@ def test_a_cut_file_is_readable_at_every_byte(tmp_path: Path) -> None:
 def test_other_files_are_no_captures(tmp_path: Path) -> None:
     header = {"kind": "header", "schema": 1, "command": ["x"]}
     sample = {"kind": "sample", "t": 0, "n": 1, "rss": 1}
-    summary = {"kind": "summary", "exit_code": 0}
+    summary = {"kind": "summary", "exit_code": 0, "seconds": 1.5, "approximate": 0}
     f = tmp_path / "f"
     for lines, match in (
         ([], "empty"), ([sample], "line 1"), ([{"schema": 1}], "line 1"), ([{**header, "schema": 9}], "schema 9"),
         ([header, {"kind": "mood"}], "line 2"), ([header, {"kind": "sample"}], "line 2"),
         ([header, summary, sample], "line 3"), ([header, header], "line 2"), ([header, []], "line 2"),
+        ([header, {**sample, "t": "x"}], "line 2: .*t: 'x'"), ([header, {**sample, "rss": -5}], "rss: -5 is below 0"),
+        ([header, {**sample, "t": math.nan}], "t: nan"), ([header, {**sample, "pss": 10**25}], "pss: 1000"),
+        ([header, {**sample, "t": 2.0}, sample], "line 3: .*t: 0 comes after 2.0"),
+        ([{**header, "kill_at": "x"}], "kill_at: 'x'"), ([{**header, "interval": "x"}], "interval: 'x'"),
+        ([{**header, "command": "x"}], "command: 'x'"),
+        *(([header, {k: v for k, v in summary.items() if k != n}], f"{n}: None") for n in summary if n != "kind"),
     ):  # fmt: skip
         f.write_text("".join(json.dumps(x) + "\n" for x in lines))
         with pytest.raises(ResultError, match=match):
@@ -953,6 +967,21 @@ def test_json_has_stdout_to_itself(tmp_path: Path) -> None:
     assert data["summary"]["exit_code"] == data["exit_code"] == 3 and data["header"]["command"][0] == "sh"
 
 
+@linux
+def test_arguments_that_are_no_text_are_recorded(tmp_path: Path) -> None:
+    done = _cli("--no-chart", "--out", tmp_path / "c.jsonl", "--", "sh", "-c", "sleep 0.05; echo $1", "sh", "\udcff")
+    assert done.returncode == 0 and done.stdout == b"\xff\n", done.stderr
+    assert capture.read(tmp_path / "c.jsonl").header["command"][-1] == "\udcff"
+
+
+def test_specs_that_look_alike_have_files_of_their_own(tmp_path: Path) -> None:
+    specs = "q8_0/kvq4,:2=q8_0;q8_0/kvq4,2=q8_0"
+    done = _cli("--compare", specs, "--no-chart", "--out", tmp_path / "c.jsonl", "--", "sh", "-c", "sleep 0.05")
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("*.jsonl"))
+    assert {capture.read(f).header["config"] for f in files} == set(specs.split(";")) and len(files) == 2
+
+
 def test_a_placeholder_needs_configurations(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["capture", "--", "echo", "{kvq}"]) == 2
     assert "--compare" in capsys.readouterr().err
@@ -990,6 +1019,22 @@ def test_files_that_others_share_are_noticed(made: List[capture.Capture], capsys
 
 
 # ---- pictures
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path, made: List[capture.Capture]) -> None:
+    name = r"x$\frac{.$_sl"
+    for c in made:
+        c.header.update(command=[name], config="")
+    for captures, file in ((made[:1], "one.svg"), (made, "two.svg")):
+        path = capture_pictures.draw(captures, tmp_path / file)
+        assert path.stat().st_size > 1000
+    assert name in {t.get_text().partition(": ")[2] for t in _texts(capture_pictures._Picture(made[:1]).figure)}
+
+
+def _texts(figure: Any) -> List[Any]:
+    from matplotlib.text import Text
+
+    return list(figure.findobj(Text))
 
 
 @pytest.fixture

@@ -153,6 +153,21 @@ def test_reader_that_goes_away(synth_model: Make) -> None:
     assert b"Traceback" not in err and b"BrokenPipe" not in err
 
 
+def test_streams_that_are_closed(tmp_path: Path, synth_model: Make) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(kvsplit.__file__).parent.parent)}
+    cmd = [sys.executable, "-m", "kvsplit", "memory", str(synth_model())]
+    for closed in (">&-", "<&- >&-"):
+        res = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *cmd], stderr=subprocess.PIPE, env=env, check=False
+        )
+        assert (res.returncode, res.stderr) == (0, b""), closed
+    # what a library prints must not go into the next file that is opened
+    told = tmp_path / "fd"
+    code = f"from kvsplit import cli; cli.main(['--version']); f = open({str(told)!r}, 'w'); print(f.fileno(), file=f)"
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], env=env, check=True)
+    assert int(told.read_text()) > 2
+
+
 def test_models(cli: Run, tmp_path: Path) -> None:
     env = {"KVSPLIT_MODELS_DIR": str(tmp_path / "m")}
     data = json.loads(cli("models", "list", "--json", env=env).stdout)

@@ -429,6 +429,7 @@ def test_wrong_usage_is_named(
     for args, words in (
         (("--prompt", "a", "--text", "b"), "--text: the prompt was given twice"),
         (("--prompt", ""), "--prompt: it is empty"),
+        (("--prompt", "\udcff"), "--prompt: it is not UTF-8 text"),
         (("--text", tmp_path / "none"), "--text: "),
         (("--budget", "inf"), "--budget: inf"),
         (("--budget", "-1"), "'--budget'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import struct
 import xml.etree.ElementTree as ET
@@ -15,7 +16,7 @@ from typing import Any, List
 import pytest
 
 from kvsplit import bench, cli, compare, native, plots, quality, results, runs, speed
-from kvsplit.errors import CacheFolderError, KVQuantError, ResultError, ToolError, UsageError
+from kvsplit.errors import CacheFolderError, KVQuantError, NotFiniteError, ResultError, ToolError, UsageError
 from kvsplit.policy import KVQuant
 from kvsplit.results import Provenance, Row, Summary
 
@@ -152,7 +153,7 @@ def test_bench_command_says_both_sides() -> None:
 
 
 def _prov(**kw: Any) -> Provenance:
-    base = {f.name: "x" for f in fields(Provenance) if f.name not in ("model_size", "model_n_params")}
+    base = {f.name: "x" for f in fields(Provenance) if f.name not in ("model_size", "model_n_params", "unpatched")}
     return Provenance(**{**base, **kw})
 
 
@@ -261,6 +262,116 @@ def _points() -> List[Summary]:
         point("K4V8", 73.1, 0.041, 0.001),
         point("kvq4,:2=q8_0/kvq4", 52, 0.046, 0.001),
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"n_ctx": "256"}, "n_ctx: '256' is no whole number"), ({"n_ctx": 256.0}, "n_ctx: 256.0 is no whole number"),
+        ({"n_ctx": True}, "n_ctx: True is no whole number"), ({"kv_bytes": -1}, "kv_bytes: -1 is below 0"),
+        ({"n_ctx": 10**30}, "n_ctx: 1000.* is no whole number"), ({"config": 4}, "config: 4 is no text"),
+        ({"swa_full": 1}, "swa_full: 1 is no true or false"), ({"layer_types": [[30]]}, "layer_types: must be a list"),
+        ({"layer_types": "x"}, "layer_types: 'x' is no list"), ({"samples_ts": ["x"]}, "samples_ts: .* is no list"),
+        ({"cpu_info": 1}, "cpu_info: 1 is no text"), ({"model_size": "x"}, "model_size: 'x' is no whole number"),
+        ({"tokens_ns": [[1.0, math.nan]]}, "tokens_ns: nan"), ({"kld_se": -0.1}, "kld_se: -0.1 is below 0"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_no_row(tmp_path: Path, values: Any, match: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(results.json_line({**_memory().to_json(), **values}))
+    with pytest.raises(ResultError, match=f"line 1: {match}"):
+        results.read_rows(path)
+    path.write_bytes(results.json_line({**_memory().to_json(), "seconds": 3, "kld_se": 0}))
+    assert results.read_rows(path)[0].seconds == 3, "JSON writes 3.0 and 3 alike in some languages"
+
+
+@pytest.mark.parametrize(
+    ("left", "ours"),
+    [('{"mine": 1}', False), ("notes", False), ('{"kind": "memory"}', False), ('{"ki', True), ('{"kind": "mem', True),
+     ('{"kind": "memory", "config": "K8V4 \u00b1'[:-1], True), ("", True), ("\n", True)],
+)  # fmt: skip
+def test_only_half_a_row_of_ours_is_removed(tmp_path: Path, left: str, ours: bool) -> None:
+    path = tmp_path / "r.jsonl"
+    whole = results.json_line(_memory().to_json()).decode()
+    for before in ("", whole):
+        path.write_text(before + left, encoding="utf-8")
+        if ours:
+            with results.Journal(path) as w:
+                assert w.cut == (len(left) if left.strip() else 0)
+                w.write(_memory())
+            assert len(results.read_rows(path)) == 1 + bool(before)
+        else:
+            with pytest.raises(ResultError, match=f"line {1 + bool(before)}: "):
+                results.Journal(path)
+            assert path.read_text(encoding="utf-8") == before + left
+
+
+def test_names_that_are_no_text_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    rows = [_memory(provenance=replace(_prov(), model_filename="m\udcff.gguf")), _memory(config="K8V4 ±")]
+    with results.Journal(path) as w:
+        w.write(*rows)
+    assert results.read_rows(path) == rows and "±" in path.read_text(encoding="utf-8")
+    results.write_csv(tmp_path / "s.csv", results.summarize(rows))
+    assert "m\\udcff.gguf" in (tmp_path / "s.csv").read_text(encoding="utf-8")
+
+
+def test_a_file_that_goes_while_it_is_opened_takes_no_rows_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    lock, other = results.Journal._lock, [results.Journal(path)]
+
+    def ends(self: results.Journal) -> None:
+        if other:
+            other.pop().close()  # the other run ends without a row, and its file goes
+        lock(self)
+
+    monkeypatch.setattr(results.Journal, "_lock", ends)
+    with results.Journal(path) as w:
+        w.write(_memory())
+    assert len(results.read_rows(path)) == 1
+
+
+def _speed(ts: float, i: int, machine: str = "A CPU", **values: Any) -> Row:
+    base: Any = {"kind": "speed", "n_prompt": 0, "n_gen": 8, "n_depth": 0, "n_threads": 2, "peak_rss": 100}
+    prov = replace(_prov(), cpu_info=machine)
+    return _memory(**{**base, "round": i, "samples_ts": [ts], "median_ts": ts, "provenance": prov, **values})
+
+
+def test_a_median_is_of_one_build_machine_and_number_of_threads() -> None:
+    old = [_speed(10.0, i, peak_rss=900) for i in range(5)]
+    again = [_speed(30.0, 0), _speed(32.0, 1)]
+    for change in ({"n_threads": 1}, {"machine": "Another"}, {"n_depth": 64}, {"n_gpu_layers": 0}):
+        new = [replace(r, **{k: v for k, v in change.items() if k != "machine"}) for r in again]
+        for r in new:
+            r.provenance = replace(r.provenance, cpu_info=str(change.get("machine", "A CPU")))
+        (s,) = results.summarize([*old, *new])
+        assert s.decode_samples == [30.0, 32.0] and s.decode_ts == 31.0 and s.peak_rss == 100, change
+    build = [replace(r, provenance=replace(r.provenance, patches_sha256="other")) for r in again]
+    assert results.summarize([*old, *build])[0].decode_ts == 31.0
+    (s,) = results.summarize([*old, *again])
+    assert s.decode_samples == [30.0, 32.0, 10.0, 10.0, 10.0], "the same: a later round replaces that round"
+
+
+def test_only_a_summary_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s.csv"
+    path.write_text("config,mine\n")
+    with pytest.raises(UsageError, match="no summary of results"):
+        results.write_csv(path, results.summarize([_memory()]), replace=True)
+    assert path.read_text() == "config,mine\n"
+    path.write_text("\ufeffconfig,kvq_key,kvq_val,an_older_one\r\n", encoding="utf-8")  # as spreadsheets save it
+    results.write_csv(path, results.summarize([_memory()]), replace=True)
+    assert "K8V4" in path.read_text(encoding="utf-8")
+
+
+def test_devices_have_lines_of_their_own(tmp_path: Path) -> None:
+    rows = [_memory(device="cpu"), _speed(10.0, 0, device="cpu"), _speed(50.0, 0, device="auto"), _speed(40.0, 1)]
+    got = {s.device: s.decode_ts for s in results.summarize(rows)}
+    assert got == {"cpu": 10.0, "auto": 45.0}, "an older row without a device counts as auto"
+    results.write_csv(tmp_path / "s.csv", results.summarize(rows))
+    head, *lines = (tmp_path / "s.csv").read_text(encoding="utf-8").splitlines()
+    assert head.split(",")[-1] == "device" and [x.split(",")[-1] for x in lines] == ["cpu", "auto"]
 
 
 def test_pareto() -> None:
@@ -375,6 +486,22 @@ def test_comparison_that_ends(staged: Any) -> None:
     run, told, out, _ = staged
     res = run()
     assert not told and all(f.is_file() for f in res.files) and len(res.rows) == 8 and out.is_dir()
+
+
+def test_a_model_whose_name_looks_like_a_formula(staged: Any, synth_model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a$\\frac{$.gguf"
+    path.write_bytes(synth_model().read_bytes())
+    o = compare.Options(bench.parse_configs(["F16,K8V4"]), n_ctx=256, rounds=1, chunks=2, out=tmp_path / "named")
+    res = compare.run(path, o)
+    assert [f.suffix for f in res.files] == [".jsonl", ".csv", ".png", ".svg"] and all(f.is_file() for f in res.files)
+
+
+@pytest.mark.parametrize("error", [ToolError("llama-bench ended", returncode=3), NotFiniteError("NaN")])
+def test_what_fails_says_which_configuration(staged: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    run, _, _, _ = staged
+    monkeypatch.setattr(bench.Sweep, "_speed", _breaks(error))
+    with pytest.raises(type(error), match=f"^(F16|K8V4): {error}"):
+        run()
 
 
 def test_every_number_of_a_comparison_is_in_a_row(staged: Any) -> None:

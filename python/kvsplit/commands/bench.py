@@ -81,9 +81,15 @@ def bench(
     file = out or Path("kvsplit-results") / f"bench-{slug(path)}.jsonl"
     if file.suffix != ".jsonl":
         raise UsageError(f"--out: {file} must end with .jsonl")
+    if file.is_dir():
+        raise UsageError(f"--out: {file} is a folder; name a file in it")
     there = file.exists() and file.stat().st_size > 0
     if there and not (resume or dry_run):
         raise UsageError(f"--out: {file} is there; --resume goes on with it, or choose another file")
+
+    csv = file.with_suffix(".csv")
+    if not dry_run:
+        results.check_csv(csv)
 
     with quality.text_file(text) as words, runs.Progress() as progress:
         info = check_model(path)
@@ -103,8 +109,12 @@ def bench(
                     progress.say(f"{file}: removed {journal.cut} bytes of a row that was not written to its end")
                 sweep = engine.Sweep(path, info, sha256, words, lib, journal, **made)
                 sweep.check(o.configs, max(item.n_ctx for item in todo))
-                sweep.run(todo)
-                csv = file.with_suffix(".csv")
+                try:
+                    sweep.run(todo)
+                except BaseException:
+                    if journal.rows:
+                        progress.say(f"{file} has {len(sweep.new)} new rows; with --resume the same command goes on")
+                    raise
                 whole = results.summarize(journal.rows)  # of all that the file has, also from other runs
                 if whole:
                     results.write_csv(csv, whole, replace=True)
@@ -133,7 +143,7 @@ def bench(
 
 def slug(path: Path) -> str:
     """A model's name, fit for a file's name."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", path.stem).strip("-").lower()
+    return re.sub(r"[^A-Za-z0-9.]+", "-", path.stem).strip("-.").lower() or "model"
 
 
 # ---- the plan
@@ -142,7 +152,10 @@ def slug(path: Path) -> str:
 def _plan(engine: Any, sweep: Any, todo: Sequence[Any], o: Any) -> Dict[str, Any]:
     """What is done and to be done, by length and kind, and how long it takes."""
     lacking = [item for item in todo if not sweep.done(item)]
-    seconds = engine.seconds_a_token(sweep.model, sweep.known, o.device, o.n_threads) if lacking else 0.0
+    seconds = 0.0
+    if lacking:
+        here = [r for r in sweep.known if sweep.here(r)]
+        seconds = engine.seconds_a_token(sweep.model, here, o.device, o.n_threads)
     parts: Dict[Tuple[int, str], Dict[str, Any]] = {}
     for item in todo:
         part = parts.setdefault(

@@ -75,8 +75,12 @@ def capture(
     jobs = [("", command, base)]
     if compare:
         jobs = []
+        names: Dict[str, int] = {}
         for q in parse_configs(compare, "--compare"):
-            jobs.append((q.label, cap.configured(command, q), base.with_name(f"{base.stem}-{cap.slug(q.label)}.jsonl")))
+            slug = cap.slug(q.label)  # SPECs can differ in what no file's name has
+            names[slug] = names.get(slug, 0) + 1
+            name = f"{base.stem}-{slug}" + ("" if names[slug] == 1 else f"-{names[slug]}")
+            jobs.append((q.label, cap.configured(command, q), base.with_name(f"{name}.jsonl")))
     elif any("{kvq}" in a for a in command):
         raise UsageError("{kvq} in the command stands for a configuration; name some with --compare")
     if chart is None and not no_chart:

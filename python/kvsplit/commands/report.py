@@ -42,6 +42,7 @@ def report(
     for f in files:
         if not f.is_file():
             raise UsageError(f"RESULTS: there is no file {f}")
+    files = [f for i, f in enumerate(files) if not any(f.samefile(g) for g in files[:i])]
     rows = [r for f in files for r in results.read_rows(f)]
     if not rows:
         raise ResultError(f"{', '.join(map(str, files))}: no rows; `kvsplit bench` writes them")
