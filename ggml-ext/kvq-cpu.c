@@ -3,6 +3,8 @@
 #include "kvq-cpu.h"
 
 #include <assert.h>
+#include <math.h>
+#include <string.h>
 
 // Each path defines, for a constant number of bits:
 //     kvq_encode_block, kvq_decode_block: one block, as the reference codec has it, bit by bit
@@ -72,6 +74,63 @@ void kvq_copy_block(enum ggml_type type, const void * block, enum ggml_type type
     for (int64_t i = 0; i < n; i++) {
         ((ggml_fp16_t *) dst)[i] = ggml_fp32_to_fp16(x[i]);
     }
+}
+
+// by bits, which vectors do, and which no flag for fast arithmetic takes away
+static bool all_finite(const float * x, int64_t n) {
+    uint32_t all = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t w;
+        memcpy(&w, x + i, sizeof(w));
+        all |= (w & 0x7f800000) + 0x00800000; // an exponent of all ones carries into the sign
+    }
+    return all >> 31 == 0;
+}
+
+void kvq_mark_nonfinite(enum ggml_type type, const float * x, void * y, int64_t k) {
+    switch (type) { // blocks of 32, the scale in front
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1:
+        case GGML_TYPE_IQ4_NL:
+            break;
+        default:
+            return;
+    }
+    const ggml_fp16_t nan  = 0x7e00;
+    const size_t      size = ggml_row_size(type, 32);
+    for (int64_t i = 0; i < k/32; i++) {
+        if (!all_finite(x + 32*i, 32)) {
+            memcpy((char *) y + i*size, &nan, sizeof(nan));
+        }
+    }
+}
+
+void kvq_add_mask(float * x, const float * mask, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const float sum = x[i] + mask[i];
+        x[i] = mask[i] == -INFINITY ? -INFINITY : sum;
+    }
+}
+
+bool kvq_product_nonfinite(float * c, const float * a, const float * b, int64_t m, int64_t k, int64_t n) {
+    if (all_finite(b, k*n)) {
+        return false;
+    }
+    for (int64_t r = 0; r < m; r++) {
+        for (int64_t i = 0; i < k; i++) {
+            const float w = a[r*k + i];
+            if (w == 0.0f) {
+                continue;
+            }
+            for (int64_t j = 0; j < n; j++) {
+                c[r*n + j] += w*b[i*n + j];
+            }
+        }
+    }
+    return true;
 }
 
 const char * kvq_cpu_name(void) {

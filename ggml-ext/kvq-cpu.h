@@ -40,6 +40,22 @@ ggml_to_float_t kvq_to_float(enum ggml_type type);
 // A block of n values of a quantized type to f32 or f16.
 void kvq_copy_block(enum ggml_type type, const void * block, enum ggml_type type_dst, void * dst, int64_t n);
 
+//
+// what isn't a number, in upstream's code
+//
+
+// A block of one of upstream's cache types has to be NaN if one of its values isn't finite, as ours are: their encoders look for
+// the largest value by comparisons, which pass over a NaN, and give it some level; an infinity may lose its sign.
+// x: the k values that y was encoded from. Writes NaN as the scale of such blocks; other types are left alone.
+void kvq_mark_nonfinite(enum ggml_type type, const float * x, void * y, int64_t k);
+
+// x += mask, except that -inf in the mask gives -inf whatever x is: a NaN behind a mask is not attended to.
+void kvq_add_mask(float * x, const float * mask, int64_t n);
+
+// c += a*b for b with values that aren't finite; a: [m][k], b: [k][n], c: [m][n]. A weight of 0 adds nothing: 0 times NaN would be
+// NaN. false, and nothing is done, if all of b is finite.
+bool kvq_product_nonfinite(float * c, const float * a, const float * b, int64_t m, int64_t k, int64_t n);
+
 // the path that was compiled in: "generic", "avx2", "avx512" or "neon"
 const char * kvq_cpu_name(void);
 

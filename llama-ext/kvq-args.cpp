@@ -4,6 +4,7 @@
 
 #include "arg.h"
 #include "common.h"
+#include "log.h"
 
 #include <algorithm>
 #include <cctype>
@@ -283,4 +284,51 @@ void kvq_bench::finish(std::vector<ggml_type> & type_k, std::vector<ggml_type> &
         type_k.push_back(pair.first);
         type_v.push_back(pair.second);
     }
+}
+
+//
+// files of log-probabilities
+//
+
+bool kvq_check_logits_file(std::ifstream & in, const std::string & path, uint32_t n_ctx, int n_vocab, int n_chunk) {
+    const auto refuse = [&](const std::string & why) {
+        LOG_ERR("%s: %s: it was cut, damaged, or isn't what llama-perplexity wrote; make it anew with --kl-divergence-base and without --kl-divergence\n",
+            path.c_str(), why.c_str());
+        return false;
+    };
+    if (n_ctx < 4 || n_ctx > INT32_MAX || n_chunk < 1 || n_vocab < 1) {
+        return refuse("no file has " + std::to_string(n_chunk) + " chunks of " + std::to_string(n_ctx) + " tokens");
+    }
+    const auto at = in.tellg();
+    in.seekg(0, std::ios::end);
+    const double size = double(in.tellg() - at);
+    in.seekg(at);
+
+    // in double: the products of a file's numbers may be larger than any integer
+    const double n_scored = n_ctx - 1 - n_ctx/2;
+    const double want     = double(n_chunk)*(n_ctx*double(sizeof(llama_token)) + n_scored*2.0*(2*((n_vocab + 1)/2) + 4));
+    if (!in || size != want) {
+        return refuse("it has " + std::to_string(int64_t(size)) + " bytes of tokens and log-probabilities, and " + std::to_string(n_chunk) +
+            " chunks of " + std::to_string(n_ctx) + " tokens take " + (want < 1e18 ? std::to_string(int64_t(want)) : std::string("more than there can be")));
+    }
+    std::vector<llama_token> tokens(n_ctx);
+    for (int i = 0; i < n_chunk; i++) {
+        in.read((char *) tokens.data(), tokens.size()*sizeof(tokens[0]));
+        for (const llama_token token : tokens) {
+            if (!in || token < 0 || token >= n_vocab) {
+                return refuse("chunk " + std::to_string(i) + " has token " + std::to_string(token) + ", the vocabulary has " + std::to_string(n_vocab));
+            }
+        }
+    }
+    in.seekg(at);
+    return true;
+}
+
+bool kvq_check_written(std::ofstream & out, const std::string & path) {
+    out.flush();
+    if (out.is_open() && !out) {
+        LOG_ERR("%s can't be written whole (disk full?): delete it\n", path.c_str());
+        return false;
+    }
+    return true;
 }

@@ -6,6 +6,8 @@
 
 #include "kvq.h"
 
+#include <cstdint>
+#include <fstream>
 #include <map>
 #include <string>
 #include <utility>
@@ -75,3 +77,10 @@ private:
 
 // The same type, but known as asked for.
 ggml_type kvq_explicit(ggml_type type);
+
+// Files of log-probabilities that llama-perplexity writes, a header, tokens, then 16 bits a word of the vocabulary and
+// position. Both log the reason and return false:
+// where the file can't be what its header says, with `in` behind n_chunk, which it leaves there,
+bool kvq_check_logits_file(std::ifstream & in, const std::string & path, uint32_t n_ctx, int n_vocab, int n_chunk);
+// and where some of it couldn't be written. True for a stream that was never opened.
+bool kvq_check_written(std::ofstream & out, const std::string & path);

@@ -26,6 +26,9 @@ std::string kvq_allowed();
 
 void kvq_set_error(const std::string & why);
 
+// Keeps what is logged as an error for kvq_last_logged().
+void kvq_note_log(ggml_log_level level, const char * text);
+
 // ---- context creation ------------------------------------------------------------------------------
 
 // Adds the overrides of kvq.key and kvq.val to the metadata of a model that is being loaded.

@@ -10,6 +10,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -239,6 +240,94 @@ static std::string rotated(const char * name, int32_t n) {
     return n ? format("%s by %d", name, n) : format("%s none", name);
 }
 
+// Norm of what a layer's bias adds to the keys of a head, the largest over its KV heads; 0 if it has none.
+static double bias_norm(const llama_context * ctx, const kvq_layer & layer) {
+    const auto & l = ctx->get_model().layers[layer.il];
+
+    const int64_t n = int64_t(layer.head_k)*layer.n_head_kv;
+    const ggml_tensor * b     = l.wk_b ? l.wk_b : l.wqkv_b;
+    const int64_t       start = l.wk_b ? 0 : ctx->get_model().hparams.n_head(layer.il)*layer.head_k; // behind the queries'
+    if (!b || b->type != GGML_TYPE_F32 || !b->buffer || !b->data || ggml_nelements(b) < start + n) {
+        return 0; // also where the automatic memory fit loads no weights
+    }
+    std::vector<float> data(n);
+    ggml_backend_tensor_get(b, data.data(), start*sizeof(float), n*sizeof(float));
+
+    double res = 0;
+    for (int32_t h = 0; h < layer.n_head_kv; h++) {
+        double sum = 0;
+        for (int32_t i = 0; i < layer.head_k; i++) {
+            sum += double(data[h*layer.head_k + i])*data[h*layer.head_k + i];
+        }
+        res = std::max(res, sqrt(sum));
+    }
+    return res;
+}
+
+// How large a bias may be. A key of norm |k| stored with a relative squared error e gives a score q.k/sqrt(d) an error of about
+// |q| |k| sqrt(e)/d. The bias is in every key, and what it adds to that error tells nothing apart: it is too large where it brings
+// more than a nat. With |q| of 10 sqrt(d) that is 0.1 sqrt(d/e). e is 3/4^bits, within a third for every block type.
+static double bias_limit(ggml_type type, int32_t head) {
+    return 0.1*sqrt(head/(3.0*pow(4.0, -bits(type))));
+}
+
+// What is known of models that suffer from narrow keys, as far as this model shows it.
+static std::string known_to_suffer(const llama_context * ctx) {
+    const auto & layers = ctx->kvq.layers;
+    const auto & model  = ctx->get_model();
+
+    std::string res;
+    std::vector<int32_t> biased;
+    double  norm  = 0;
+    int32_t head  = 0;
+    ggml_type type = GGML_TYPE_COUNT;
+    const kvq_layer * sinks  = nullptr;
+    const kvq_layer * beyond = nullptr;
+    for (const auto & l : layers) {
+        if (!ggml_is_quantized(l.type_k)) {
+            continue;
+        }
+        const double n = bias_norm(ctx, l);
+        if (n > bias_limit(l.type_k, l.head_k)) {
+            biased.push_back(l.index);
+            if (n > norm) {
+                norm = n;
+                head = l.head_k;
+                type = l.type_k;
+            }
+        }
+        if (!sinks && model.layers[l.il].attn_sinks) {
+            sinks = &l;
+        }
+        const bool gemma = model.arch == LLM_ARCH_GEMMA2 || model.arch == LLM_ARCH_GEMMA3 || model.arch == LLM_ARCH_GEMMA3N;
+        if (!beyond && gemma && !l.swa && bits(l.type_k) < 8 && l.n_cells > int32_t(model.hparams.n_swa)) {
+            beyond = &l;
+        }
+    }
+    if (!biased.empty()) {
+        const char * wide = norm <= bias_limit(GGML_TYPE_Q8_0, head) ? "8" : "16";
+        res += format("kvq: warning: layer%s %s add%s a bias of norm up to %.0f to the keys of a head: stored as %s it drowns what differs "
+            "between tokens (Qwen2 and Qwen2.5 are known for it); use --kvq-key %s", biased.size() > 1 ? "s" : "", ranges(biased).c_str(),
+            biased.size() > 1 ? "" : "s", norm, ggml_type_name(type), wide);
+        if (4*biased.size() <= layers.size() || biased.size() <= 2) {
+            res += format(", or --kvq-key %s", kvq_type_name(kvq_effective(ctx, false)));
+            for (const int32_t i : biased) {
+                res += format(",%d=%s", i, wide);
+            }
+        }
+        res += "\n";
+    }
+    if (sinks) {
+        res += format("kvq: warning: this model's attention has sinks, and such models (gpt-oss) were seen to suffer even from q8_0 keys: "
+            "compare %s with f16 (kvsplit bench), or use --kvq-key 16\n", ggml_type_name(sinks->type_k));
+    }
+    if (beyond) {
+        res += format("kvq: warning: Gemma models are known to suffer from narrow keys beyond their window of %u tokens: compare %s with "
+            "f16 (kvsplit bench), or use --kvq-key 8\n", model.hparams.n_swa, ggml_type_name(beyond->type_k));
+    }
+    return res;
+}
+
 static std::string describe(const llama_context * ctx) {
     const auto & layers = ctx->kvq.layers;
     if (layers.empty()) {
@@ -316,7 +405,7 @@ static std::string describe(const llama_context * ctx) {
     if (n_recr > 0) {
         lines += format("kvq: %d recurrent layers keep a state of fixed size in f32: it has no keys and values to quantize\n", n_recr);
     }
-    return lines + warnings;
+    return lines + warnings + known_to_suffer(ctx);
 }
 
 int32_t kvq_describe(const llama_context * ctx, char * buf, size_t size) {

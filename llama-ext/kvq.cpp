@@ -32,6 +32,26 @@ const char * kvq_last_error(void) {
     return kvq_error.c_str();
 }
 
+static thread_local std::string kvq_logged;
+
+void kvq_note_log(ggml_log_level level, const char * text) {
+    if (level != GGML_LOG_LEVEL_ERROR) {
+        return;
+    }
+    // "function: what happened\n": a name has no blanks
+    const char * colon = strstr(text, ": ");
+    const bool   named = colon && size_t(colon - text) == strcspn(text, " :");
+    kvq_logged = named ? colon + 2 : text;
+    while (!kvq_logged.empty() && kvq_logged.back() == '\n') {
+        kvq_logged.pop_back();
+    }
+    std::replace(kvq_logged.begin(), kvq_logged.end(), '\n', ' ');
+}
+
+const char * kvq_last_logged(void) {
+    return kvq_logged.c_str();
+}
+
 const char * kvq_build(void) {
     return KVQ_LOCK_VERSION " " KVQ_LOCK_SHA256 " " KVQ_PATCHES_SHA256;
 }
@@ -469,6 +489,10 @@ static const char * const KVQ_META[2] = { "kvq.key", "kvq.val" };
 
 void kvq_model_load(const llama_model_loader & ml, std::unordered_map<std::string, std::string> & gguf_kv) {
     for (const char * key : KVQ_META) {
+        const int64_t id = ml.metadata ? gguf_find_key(ml.metadata, key) : -1;
+        if (id >= 0 && gguf_get_kv_type(ml.metadata, id) == GGUF_TYPE_ARRAY) {
+            gguf_kv[key] = "neither text nor whole number"; // arrays are left out there; refused later
+        }
         const auto it = ml.kv_overrides.find(key);
         if (it == ml.kv_overrides.end()) {
             continue;

@@ -108,8 +108,62 @@ LLAMA_API int32_t kvq_describe(const struct llama_context * ctx, char * buf, siz
 // Why the last kvq_ call, or the last llama_init_from_model(), failed on this thread; "" if it did not.
 LLAMA_API const char * kvq_last_error(void);
 
+// The last error that llama.cpp logged on this thread, on one line and without the name of a function; "" if
+// there was none. After a llama_state_ call that failed it is the reason.
+LLAMA_API const char * kvq_last_logged(void);
+
 // "LOCK-VERSION SOURCE-SHA256 PATCHES-SHA256": what this library was built from.
 LLAMA_API const char * kvq_build(void);
+
+// Which file a part of the loaded library lies in, as this library's own calls reach it: 0 is this library, 1 ggml's base with
+// the types and the codec, 2 its list of backends, 3 and above the backends of the devices, by their index.
+// "" if the system doesn't tell, NULL past the last. Valid as long as the library is loaded, on Windows until the next call.
+LLAMA_API const char * kvq_library_file(int32_t i);
+
+// The self-test: items that run one by one, in seconds as a whole. It holds what is loaded to recorded bytes, to the reference
+// codec and to attention in double over the decoded rows; so it finds a library of another build, a compiler's fault, a driver's.
+// Not thread-safe.
+struct kvq_selftest;
+
+enum kvq_selftest_kind {
+    KVQ_SELFTEST_CODEC     = 0, // fixed blocks of type_k are stored and read as recorded; error: 0 or 1
+    KVQ_SELFTEST_ROWS      = 1, // SET_ROWS to type_k is the reference codec; error: share of blocks that differ for types of ours,
+                                // else by how much a block's squared error is larger, relative to the reference's
+    KVQ_SELFTEST_ATTENTION = 2, // a prompt and one token, heads of 64 and 128; error: sum (out - ref)^2 / sum ref^2, the largest
+};
+
+enum kvq_selftest_status {
+    KVQ_SELFTEST_PASSED    = 0,
+    KVQ_SELFTEST_FAILED    = 1,
+    KVQ_SELFTEST_ELSEWHERE = 2, // the device says that it doesn't compute this: a CPU does
+};
+
+struct kvq_selftest_item {
+    int32_t kind;
+    int32_t status;
+    int32_t device;        // index of the device; -1: the reference codec
+    enum ggml_type type_k; // or that of the rows
+    enum ggml_type type_v; // GGML_TYPE_COUNT where there is but one type
+    double error;
+    double limit;          // of the error
+    uint64_t want;         // hashes of recorded and computed bytes, else 0
+    uint64_t have;
+    char reason[192];      // why, unless it passed
+};
+
+// Loads the backend that GGML_BACKEND_PATH names, if it does.
+LLAMA_API struct kvq_selftest * kvq_selftest_init(void);
+
+// Number of items.
+LLAMA_API int32_t kvq_selftest_count(const struct kvq_selftest * test);
+
+// What the i-th item tests: kind, device and types. false if there is none.
+LLAMA_API bool kvq_selftest_get(const struct kvq_selftest * test, int32_t i, struct kvq_selftest_item * item);
+
+// Runs the i-th item; any order will do. false if there is none.
+LLAMA_API bool kvq_selftest_run(struct kvq_selftest * test, int32_t i, struct kvq_selftest_item * item);
+
+LLAMA_API void kvq_selftest_free(struct kvq_selftest * test);
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import csv
 import ctypes
-import json
 import math
 import mmap
 import os
@@ -54,9 +53,9 @@ if sys.platform != "win32":
 
 import kvsplit
 from kvsplit import runs
-from kvsplit.errors import CacheFolderError, CommandError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, CommandError, ResultError, UsageError, printable, why
 from kvsplit.policy import KVQuant
-from kvsplit.results import fits, json_line, short
+from kvsplit.results import fits, json_line, parse_line, short
 
 SCHEMA = 1
 #: Seconds from one sample to the next.
@@ -512,7 +511,7 @@ class Capture:
     def label(self) -> str:
         """The configuration, else the name of the command."""
         command = self.header.get("command") or [self.path.stem]
-        return str(self.header.get("config") or Path(str(command[0])).name)
+        return printable(str(self.header.get("config") or Path(str(command[0])).name))
 
     @property
     def peak(self) -> Optional[Sample]:
@@ -558,15 +557,15 @@ def read(path: Union[str, "os.PathLike[str]"]) -> Capture:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise UsageError(f"{path} can't be read ({e.strerror or e})") from None
+        raise UsageError(f"{path} can't be read ({why(e)})") from None
     out: Optional[Capture] = None
     for i, line in enumerate(data.splitlines(keepends=True), 1):
         try:
-            record = json.loads(line)
+            record = parse_line(line)
             kind = record.pop("kind")
             if kind == "header" and i == 1:
                 if record["schema"] != SCHEMA:
-                    raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
+                    raise ValueError(f"schema {short(record['schema'])}, this version reads {SCHEMA}")
                 _check(record, _HEADER)
                 for name in ("warn_at", "kill_at"):
                     if record.get(name) is not None:
@@ -584,7 +583,7 @@ def read(path: Union[str, "os.PathLike[str]"]) -> Capture:
                 _check(record, _SUMMARY)
                 out.summary = record
             else:
-                raise ValueError(f"{kind!r} is no kind of line")
+                raise ValueError(f"{short(kind)} is no kind of line")
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             if not line.endswith(b"\n") and out is not None:
                 break  # cut by a kill
@@ -607,7 +606,7 @@ class _Writer:
         except FileExistsError:
             raise UsageError(f"--out: {path} is there already and stays as it is; give another name") from None
         except OSError as e:
-            raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+            raise CacheFolderError(f"--out: {path} can't be written ({why(e)})") from None
 
     def write(self, record: Dict[str, Any]) -> None:
         """One line, at once: a kill loses none that was written."""
@@ -619,7 +618,7 @@ class _Writer:
                 rest = rest[self._f.write(rest) :]
         except OSError as e:
             self._full = True
-            self._say(f"{self.path} can't be written any more ({e.strerror or e}); the command goes on")
+            self._say(f"{self.path} can't be written any more ({why(e)}); the command goes on")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -897,7 +896,7 @@ def run(
                 proc = subprocess.Popen(list(command), executable=program, stdout=stdout)
             except OSError as e:
                 writer.path.unlink()
-                raise CommandError(f"{command[0]} can't be executed ({e.strerror or e})", 126) from None
+                raise CommandError(f"{command[0]} can't be executed ({why(e)})", 126) from None
             own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
             signals.block()
             tree = Tree(proc.pid, host, adopted)

@@ -7,18 +7,17 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated.
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import typer
 from rich.console import Console
 
 import kvsplit
-from kvsplit import _lock, models, native, runs, terminal, tools
-from kvsplit.commands import bench, capture, inspect, plot, report
-from kvsplit.errors import KVSplitError, NativeError, UsageError
+from kvsplit import _lock, models, runs, terminal, tools
+from kvsplit.commands import bench, capture, doctor, inspect, plot, report
+from kvsplit.errors import KVSplitError, UsageError
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
 
@@ -221,6 +220,7 @@ app.command("plot")(plot.plot)
 app.command("report")(report.report)
 app.command("capture")(capture.capture)
 app.command("inspect")(inspect.inspect)
+app.command("doctor")(doctor.doctor)
 
 
 # ---- run
@@ -310,95 +310,7 @@ def models_path(name: str = typer.Argument(..., help="Name of a model, or a file
     terminal.out(str(models.resolve(name)))
 
 
-# ---- doctor
-
-
-def diagnose() -> Tuple[Dict[str, Any], List[str]]:
-    """Everything that ``doctor`` tells, and what is wrong."""
-    problems: List[str] = []
-    info: Dict[str, Any] = {
-        "kvsplit": kvsplit.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "lock": f"{_lock.NAME} {_lock.VERSION}",
-        "source_sha256": _lock.SHA256,
-    }
-    try:
-        lib = native.load()
-        info["library"] = str(lib.path)
-        info["build"] = {"version": lib.build.version, "patches_sha256": lib.build.patches_sha256}
-        info["cache_types"] = [lib.type_name(t) for t in lib.cache_types()]
-        info["devices"] = lib.devices()
-        info["system_info"] = lib.system_info()
-    except NativeError as e:
-        problems.append(str(e))
-    info["LLAMA_CPP_LIB_PATH"] = os.environ.get("LLAMA_CPP_LIB_PATH", "")
-    found: Dict[str, Optional[str]] = {}
-    for name in tools.NAMES:
-        try:
-            found[name] = str(tools.find(name))
-        except NativeError:
-            found[name] = None
-    info["tools"] = found
-    lacking = [n for n, p in found.items() if p is None]
-    if lacking:
-        problems.append(f"tools are missing: {', '.join(lacking)}")
-    info["cache_dir"] = str(models.cache_dir())
-    info["models_dir"] = str(models.models_dir())
-    folders = {models.cache_dir(): "KVSPLIT_CACHE_DIR", models.models_dir(): "KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR"}
-    for folder, variable in folders.items():
-        if not models.can_write(folder):
-            problems.append(f"the folder {folder} can't be made or written; set {variable} to one that can")
-    info["models"] = {str(m["name"]): m["path"] for m in models.status()}
-    if platform.system() == "Darwin" and platform.machine() == "x86_64" and _is_apple_silicon():
-        problems.append("this Python is built for x86_64 and runs translated; use an arm64 Python")
-    info["problems"] = problems
-    return info, problems
-
-
-def _is_apple_silicon() -> bool:
-    import subprocess
-
-    res = subprocess.run(["sysctl", "-n", "hw.optional.arm64"], capture_output=True, text=True, check=False)
-    return res.stdout.strip() == "1"
-
-
-@app.command()
-def doctor(as_json: bool = typer.Option(False, "--json", help="JSON on stdout.")) -> None:
-    """Check the installation: versions, libraries, tools, devices, cache folder, models. Exit code 1 if broken."""
-    info, problems = diagnose()
-    if as_json:
-        terminal.out_json(info)
-    else:
-        rows: List[Tuple[str, str]] = [
-            ("kvsplit", str(info["kvsplit"])),
-            ("python", f"{info['python']}, {info['platform']}"),
-            ("lock", f"{info['lock']}, sha256 {info['source_sha256'][:16]}..."),
-            ("library", str(info.get("library", "missing"))),
-        ]
-        if "build" in info:
-            rows += [
-                ("patches", f"sha256 {info['build']['patches_sha256'][:16]}..."),
-                ("cache types", " ".join(info["cache_types"])),
-                ("devices", "; ".join(info["devices"])),
-                ("system", str(info["system_info"])),
-            ]
-        have = [n for n, p in info["tools"].items() if p]
-        rows += [
-            ("tools", " ".join(have) or "missing"),
-            ("models", f"{info['models_dir']}: " + (", ".join(n for n, p in info["models"].items() if p) or "none")),
-            ("LLAMA_CPP_LIB_PATH", str(info["LLAMA_CPP_LIB_PATH"] or "not set")),
-        ]
-        for k, v in rows:
-            terminal.out(f"{k:<20}{v}")
-        for p in problems:
-            typer.echo(f"problem: {p}", err=True)
-        terminal.out(
-            "everything is in place" if not problems else f"{len(problems)} problem{'s'[: len(problems) != 1]} found"
-        )
-    if problems:
-        raise typer.Exit(1)
+# ---- root
 
 
 def _version(value: bool) -> None:

@@ -7,7 +7,40 @@ All derive from :class:`KVSplitError`, say what was given and name the way out.
 
 from __future__ import annotations
 
+import errno
+import unicodedata
 from typing import Optional
+
+
+def why(e: OSError) -> str:
+    """The system's reason for an error, as messages give it; a disk or a quota that is used up is called so."""
+    if e.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return f"disk full: {e.strerror}"
+    return str(e.strerror or e)
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value that somebody else wrote, as messages show it: in quotes, escaped, and not too long."""
+    if isinstance(value, int) and value.bit_length() > 4 * limit:  # Python writes no number of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)) and len(value) > limit:
+        value, more = value[:limit], f"... ({len(value)} long)"
+    else:
+        more = ""
+    text = repr(value)
+    return (text if len(text) <= 10 * limit else text[: 10 * limit] + "...") + more
+
+
+def printable(text: str) -> str:
+    """A text that somebody else wrote, for a terminal, a figure or a page.
+
+    Controls (of a terminal, of the direction of writing), ends of lines, halves of characters and code points that are
+    none become escapes: ``\\x1b``.
+    """
+    if text.isprintable():
+        return text
+    hidden = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+    return "".join(c.encode("unicode_escape").decode("ascii") if unicodedata.category(c) in hidden else c for c in text)
 
 
 class KVSplitError(Exception):
@@ -138,3 +171,7 @@ class CommandError(KVSplitError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class StateError(KVSplitError, RuntimeError):
+    """A saved state doesn't belong to this model and its cache, or is damaged."""

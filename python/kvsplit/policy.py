@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from kvsplit.cache_types import BITS, BY_NAME, allowed_text
-from kvsplit.errors import CacheTypeError, KVQuantError
+from kvsplit.errors import CacheTypeError, KVQuantError, shown
 
 if TYPE_CHECKING:
     from kvsplit.memory import ModelShape
@@ -35,6 +35,11 @@ def _clean(text: str) -> str:
     return "".join(c.lower() if "A" <= c <= "Z" else c for c in text.strip(_BLANK))
 
 
+def _text(given: SpecLike) -> str:
+    """What was given as text; a number that no type has may be too long for Python to write."""
+    return given if isinstance(given, str) else str(given) if 0 <= given <= 99 else "a number of no type"
+
+
 def _where(argument: str) -> str:
     return f"{argument}: " if argument else ""
 
@@ -46,7 +51,7 @@ def _parse_type(text: str, argument: str, given: object) -> str:
     if text in BY_NAME:
         return text
     raise CacheTypeError(
-        f"{_where(argument)}{text!r} is no cache type (given: {given!r}); allowed are {allowed_text()}",
+        f"{_where(argument)}{shown(text)} is no cache type (given: {shown(given)}); allowed are {allowed_text()}",
         argument=argument,
         given=given,
     )
@@ -95,7 +100,7 @@ class Slice:
 def _parse_slice(text: str, argument: str, given: object) -> Slice:
     def bad() -> KVQuantError:
         return KVQuantError(
-            f"{_where(argument)}{text!r} is no layer slice (given: {given!r}); {_SLICE_HELP}",
+            f"{_where(argument)}{shown(text)} is no layer slice (given: {shown(given)}); {_SLICE_HELP}",
             argument=argument,
             given=given,
         )
@@ -118,7 +123,7 @@ def _parse_slice(text: str, argument: str, given: object) -> Slice:
     step = values[2] if len(values) == 3 and values[2] is not None else 1
     if step < 1:
         raise KVQuantError(
-            f"{_where(argument)}the step of slice {text!r} must be 1 or more (given: {given!r})",
+            f"{_where(argument)}the step of slice {shown(text)} must be 1 or more (given: {shown(given)})",
             argument=argument,
             given=given,
         )
@@ -142,12 +147,12 @@ class Spec:
         """
         if isinstance(text, bool) or not isinstance(text, (str, int)):
             raise KVQuantError(
-                f"{_where(argument)}a SPEC is text or a number of bits, not {type(text).__name__}: {text!r}; "
+                f"{_where(argument)}a SPEC is text or a number of bits, not {type(text).__name__}: {shown(text)}; "
                 f"allowed are {allowed_text()}",
                 argument=argument,
                 given=text,
             )
-        parts = _clean(str(text)).split(",")
+        parts = _clean(_text(text)).split(",")
         default = _parse_type(parts[0].strip(_BLANK), argument, text)
         exceptions: List[Tuple[Slice, str]] = []
         for raw in parts[1:]:
@@ -155,7 +160,8 @@ class Spec:
             left, eq, right = part.partition("=")
             if not eq:
                 raise KVQuantError(
-                    f"{_where(argument)}{part!r} is no exception (given: {text!r}); write SLICE=TYPE, e.g. :2=8",
+                    f"{_where(argument)}{shown(part)} is no exception (given: {shown(text)}); "
+                    "write SLICE=TYPE, e.g. :2=8",
                     argument=argument,
                     given=text,
                 )
@@ -187,16 +193,16 @@ class Spec:
 def _parse_preset(preset: object, argument: str) -> Tuple[Spec, Spec]:
     if isinstance(preset, bool) or not isinstance(preset, (str, int)):
         raise KVQuantError(
-            f"{_where(argument)}a PRESET is text such as 'k8v4', not {type(preset).__name__}: {preset!r}",
+            f"{_where(argument)}a PRESET is text such as 'k8v4', not {type(preset).__name__}: {shown(preset)}",
             argument=argument,
             given=preset,
         )
-    text = _clean(str(preset))
+    text = _clean(_text(preset))
     text = _SHORT_PRESETS.get(text, text)
     m = _PRESET.fullmatch(text)
     if m is None:
         raise KVQuantError(
-            f"{_where(argument)}{preset!r} is no preset; write k<bits>v<bits> such as k8v4, k6v5 or k3v3, "
+            f"{_where(argument)}{shown(preset)} is no preset; write k<bits>v<bits> such as k8v4, k6v5 or k3v3, "
             "or 8 (= k8v4), 4 (= k4v4), 16 (= f16); types by name or by layer go to kvq_key and kvq_val",
             argument=argument,
             given=preset,

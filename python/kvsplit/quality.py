@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from kvsplit import tools
-from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError, why
 from kvsplit.gguf_meta import GGUFInfo
 from kvsplit.models import sha256_file
 from kvsplit.policy import F16, KVQuant
@@ -61,11 +61,38 @@ def default_text(folder: Path) -> Path:
 
 
 @contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors of the system become ours, with the way out."""
+    try:
+        yield
+    except OSError as e:
+        raise CacheFolderError(f"{path} can't be written ({why(e)}); set TMPDIR to a folder that can") from None
+
+
+@contextmanager
+def _temporary(prefix: str, folder: Optional[Path] = None) -> Iterator[Path]:
+    """A temporary folder.
+
+    Raises:
+        CacheFolderError: there is no place for one.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+    except OSError as e:
+        raise CacheFolderError(
+            f"no temporary folder can be made ({why(e)}); set TMPDIR to a folder that can be written"
+        ) from None
+    with made as tmp:
+        yield Path(tmp)
+
+
+@contextmanager
 def text_file(given: Optional[Path]) -> Iterator[Text]:
     """The text to use: a given file, or the default in a temporary one.
 
     Raises:
         UsageError: the file can't be read or isn't UTF-8.
+        CacheFolderError: there is no place for a temporary one.
     """
     if given is not None:
         try:
@@ -74,18 +101,20 @@ def text_file(given: Optional[Path]) -> Iterator[Text]:
         except UnicodeDecodeError as e:
             raise UsageError(f"--text: {given} is not UTF-8 text ({e.reason} at byte {e.start})") from None
         except OSError as e:
-            raise UsageError(f"--text: {given} can't be read ({e.strerror or e})") from None
+            raise UsageError(f"--text: {given} can't be read ({why(e)})") from None
         sha256 = hashlib.sha256(data).hexdigest()
         if given.is_file():
             yield Text(given, given.name, sha256)
             return
-        with tempfile.TemporaryDirectory(prefix="kvsplit-text-") as tmp:  # a pipe can be read only once
-            path = Path(tmp) / "text.txt"
-            path.write_bytes(data)
+        with _temporary("kvsplit-text-") as tmp:  # a pipe can be read only once
+            path = tmp / "text.txt"
+            with _writing(path):
+                path.write_bytes(data)
             yield Text(path, given.name, sha256)
         return
-    with tempfile.TemporaryDirectory(prefix="kvsplit-text-") as tmp:
-        path = default_text(Path(tmp))
+    with _temporary("kvsplit-text-") as tmp:
+        with _writing(tmp):
+            path = default_text(tmp)
         yield Text(path, f"pydoc_data.topics of Python {sys.version.split()[0]}", sha256_file(path))
 
 
@@ -354,8 +383,9 @@ def base_file(
         ToolError, ResultError: llama-perplexity failed.
     """
     check(plan, text)
-    _remove_orphans(Path(folder or tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_BASE, dir=folder) as tmp, _owned(Path(tmp)):
+    with suppress(FileNotFoundError):  # no temporary folder at all: said below
+        _remove_orphans(Path(folder or tempfile.gettempdir()))
+    with _temporary(_BASE, folder) as tmp, _owned(tmp):
         need = base_bytes(plan, n_vocab(info))
         free = shutil.disk_usage(tmp).free
         if free < need + (64 << 20):
@@ -363,7 +393,7 @@ def base_file(
                 f"the f16 base needs {need >> 20} MiB in {tmp}, {free >> 20} MiB are free; "
                 "use fewer --chunks, a smaller --ppl-ctx, or set TMPDIR to another disk"
             )
-        path = Path(tmp) / "f16.kld"
+        path = tmp / "f16.kld"
         args = _args(model, F16, plan) + ["-f", str(text.path), "--chunks", str(plan.chunks)]
         res = tools.run("llama-perplexity", [*args, "--kl-divergence-base", str(path)])
         if not path.is_file() or path.stat().st_size < need // 2:
@@ -371,16 +401,35 @@ def base_file(
                 f"llama-perplexity wrote no f16 base\n{_reason(res.stderr + res.stdout)}\n"
                 f"the text {text.name} may be too short for --ppl-ctx {plan.ppl_ctx}"
             )
+        # the tool doesn't notice that a disk got full: half a base would be held against whole ones
+        have, want = path.stat().st_size, _base_size(path)
+        if have < want:
+            raise CacheFolderError(
+                f"{path} has {have} bytes of {want}: disk full while llama-perplexity wrote the f16 base; "
+                "use fewer --chunks, a smaller --ppl-ctx, or set TMPDIR to another disk"
+            )
         yield path
 
 
-def base_chunks(path: Path) -> int:
-    """Chunks in a base file: after the mark of 8 bytes come tokens of a chunk, vocabulary and chunks, 32 bits each."""
+def _base_head(path: Path) -> Tuple[int, int, int]:
+    """What a base file holds: after the mark of 8 bytes come tokens of a chunk, vocabulary and chunks, 32 bits each."""
     with open(path, "rb") as f:
         head = f.read(20)
     if len(head) < 20 or head[:8] != b"_logits_":
         raise ResultError("llama-perplexity wrote an f16 base of another form than this version reads")
-    return int(struct.unpack("<3i", head[8:])[2])
+    n_ctx, vocab, chunks = struct.unpack("<3i", head[8:])
+    return int(n_ctx), int(vocab), int(chunks)
+
+
+def base_chunks(path: Path) -> int:
+    """Chunks in a base file."""
+    return _base_head(path)[2]
+
+
+def _base_size(path: Path) -> int:
+    """Bytes that a base file must have by its own head."""
+    n_ctx, vocab, chunks = _base_head(path)
+    return base_bytes(QualityPlan(n_ctx, chunks), vocab)
 
 
 def output(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> str:

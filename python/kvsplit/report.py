@@ -25,9 +25,9 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Protocol, Sequ
 
 import kvsplit
 from kvsplit import stats
-from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError, printable, why
 from kvsplit.policy import KVQuant
-from kvsplit.results import Row, Summary, speed_ratio, summarize
+from kvsplit.results import Row, Summary, showable, speed_ratio, summarize
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -1026,6 +1026,8 @@ def make(
 
     if target not in TARGETS:
         raise UsageError(f"--target: {target!r} is none of {', '.join(TARGETS)}")
+    rows = [showable(r) for r in rows]
+    title = None if title is None else printable(title)
     parts = [s for s in sections(rows) if s.places]
     if not parts:
         names = ", ".join(str(f) for f in files) or "the input"
@@ -1081,8 +1083,8 @@ def make(
         target=order[0],
         targets=order,
         several=len(parts) > 1,
-        command=command,
-        files=[(f.name, hashlib.sha256(f.read_bytes()).hexdigest()) for f in files],
+        command=printable(command),
+        files=[(printable(f.name), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files],
         n_rows=len(rows),
         limits={"chunks": MIN_CHUNKS, "enough": ENOUGH_CHUNKS, "rounds": SURE_ROUNDS, "se": N_SE},
     )
@@ -1153,4 +1155,4 @@ def write(path: Path, html: str, *, force: bool = False) -> None:
             with contextlib.suppress(OSError):
                 part.unlink()
     except OSError as e:
-        raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+        raise CacheFolderError(f"--out: {path} can't be written ({why(e)})") from None

@@ -26,6 +26,7 @@ from typing import (
     List,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Union,
     get_args,
@@ -34,7 +35,7 @@ from typing import (
 )
 
 from kvsplit import stats
-from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, KVSplitError, ResultError, UsageError, printable, shown, why
 
 if sys.platform == "win32":
     import msvcrt
@@ -201,16 +202,18 @@ class Row:
             ResultError: names the field.
         """
         if self.schema != SCHEMA:
-            raise ResultError(f"schema: {self.schema}, this version reads {SCHEMA}")
-        if self.kind not in KINDS:
-            raise ResultError(f"kind: {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ResultError(f"schema: {short(self.schema)}, this version reads {SCHEMA}")
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
+            raise ResultError(f"kind: {short(self.kind)} is none of {', '.join(KINDS)}")
         for part, hints in zip((self, self.provenance), _HINTS):
             for name, hint in hints.items():
                 if not fits(getattr(part, name), hint):
                     raise ResultError(f"{name}: {short(getattr(part, name))} is no {_type_text(hint)}")
         for name in ("layer_types", "layer_rotation"):
-            if any(len(run) != 3 or not fits(run[0], int) or run[0] < 1 for run in getattr(self, name) or []):
-                raise ResultError(f"{name}: must be a list of [layers, K, V]")
+            kind = str if name == "layer_types" else int
+            for run in getattr(self, name) or []:
+                if len(run) != 3 or not fits(run[0], int) or run[0] < 1 or not all(fits(x, kind) for x in run[1:]):
+                    raise ResultError(f"{name}: must be a list of [layers, K, V]")
         unmeasured = ("ppl", "ppl_se") if self.finite is False else ()
         for name in KINDS[self.kind]:
             if getattr(self, name) is None and name not in unmeasured:
@@ -220,7 +223,7 @@ class Row:
                 if isinstance(v, float) and not math.isfinite(v):
                     raise ResultError(f"{f.name}: {v} is no number that was measured")
                 if f.name in _COUNTS and v is not None and v < 0:
-                    raise ResultError(f"{f.name}: {v} is below 0")
+                    raise ResultError(f"{f.name}: {short(v)} is below 0")
         size, full = self.kv_bytes, self.kv_bytes_f16
         computed = 1 - size / full if size is not None and full else None
         if computed is not None and self.saving is not None and abs(self.saving - computed) > 1e-9:
@@ -247,7 +250,8 @@ class Row:
         prov = {f.name for f in dataclasses.fields(Provenance)}
         unknown = sorted(set(data) - own - prov)
         if unknown:
-            raise ResultError(f"unknown field: {', '.join(unknown)}")
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            raise ResultError(f"unknown field: {', '.join(map(short, unknown[:5]))}{more}")
         try:
             row = cls(
                 provenance=Provenance(**{k: v for k, v in data.items() if k in prov}),
@@ -277,6 +281,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 _HINTS = [{k: v for k, v in get_type_hints(cls).items() if k != "provenance"} for cls in (Row, Provenance)]
 
 
+#: Those that hold texts.
+_TEXTS = [[k for k, v in hints.items() if "str" in str(v) or k == "layer_types"] for hints in _HINTS]
+
+
 def fits(value: Any, hint: Any) -> bool:
     """True if a value is of a type. What stands for a number must be one that C's 64 bits can hold."""
     if hint is Any:
@@ -302,8 +310,54 @@ def _type_text(hint: Any) -> str:
 
 def short(value: Any) -> str:
     """A value as messages show it."""
-    text = repr(value)
+    text = shown(value, 1000)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def showable(row: Row) -> Row:
+    """A row whose texts can be shown: see :func:`kvsplit.errors.printable`. The row itself keeps what it says."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(v) for v in value]
+        return printable(value) if isinstance(value, str) else value
+
+    def texts(part: Any, names: Iterable[str]) -> Dict[str, Any]:
+        values = {n: getattr(part, n) for n in names}
+        return {n: new for n, old in values.items() if (new := plain(old)) != old}
+
+    row_changes, prov_changes = texts(row, _TEXTS[0]), texts(row.provenance, _TEXTS[1])
+    if prov_changes:
+        row_changes["provenance"] = dataclasses.replace(row.provenance, **prov_changes)
+    return dataclasses.replace(row, **row_changes) if row_changes else row
+
+
+def _once(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    """An object of JSON whose names differ: of two values nobody knows which one is meant."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: Set[str] = set()
+        name = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+        raise ResultError(f"{short(name)} is there twice")
+    return out
+
+
+def parse_line(line: bytes) -> Dict[str, Any]:
+    """The JSON object of a line that somebody may have made up.
+
+    Raises:
+        ResultError: it is no object, holds a name twice, or lists in lists without end.
+        ValueError: it is no JSON at all; it may be cut.
+    """
+    try:
+        data = json.loads(line.decode("utf-8"), object_pairs_hook=_once)
+    except RecursionError:
+        raise ResultError("lists lie in lists too deep") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"byte {e.start} is no UTF-8") from None
+    if not isinstance(data, dict):
+        raise ResultError(f"{short(data)} is no object")
+    return data
 
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -324,8 +378,8 @@ def _lines(data: bytes, path: Path) -> Tuple[List[Row], int]:
         complete = line.endswith(b"\n")
         try:
             if line.strip():
-                rows.append(Row.from_json(json.loads(line)))
-        except (ValueError, AttributeError, TypeError) as e:
+                rows.append(Row.from_json(parse_line(line)))
+        except (ValueError, TypeError) as e:
             # half a row of ours; anything else is somebody's, and stays
             cut = not complete and not isinstance(e, ResultError) and line[: len(_BEGIN)] == _BEGIN[: len(line)]
             if cut:
@@ -345,7 +399,7 @@ def read_rows(path: Path) -> List[Row]:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise UsageError(f"{path} can't be read ({e.strerror or e})") from None
+        raise UsageError(f"{path} can't be read ({why(e)})") from None
     return _lines(data, path)[0]
 
 
@@ -378,7 +432,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+            raise CacheFolderError(f"--out: {path} can't be written ({why(e)})") from None
         self._open()
         try:
             self._f.seek(0)
@@ -399,7 +453,7 @@ class Journal:
             try:
                 self._f = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
             except OSError as e:
-                raise CacheFolderError(f"--out: {self.path} can't be written ({e.strerror or e})") from None
+                raise CacheFolderError(f"--out: {self.path} can't be written ({why(e)})") from None
             try:
                 self._lock()
                 with contextlib.suppress(FileNotFoundError):
@@ -423,13 +477,16 @@ class Journal:
             ) from None
 
     def _append(self, data: bytes) -> None:
+        before = self._f.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)
             while rest:
                 rest = rest[self._f.write(rest) :]
             os.fsync(self._f.fileno())
         except OSError as e:
-            raise CacheFolderError(f"{self.path} can't be written: {e.strerror or e}") from None
+            with contextlib.suppress(OSError):  # a row is there or not: no part of one is left on a full disk
+                self._f.truncate(before)
+            raise CacheFolderError(f"{self.path} can't be written: {why(e)}") from None
 
     def write(self, *rows: Row) -> None:
         """Validate and append, all in one piece.
@@ -466,13 +523,13 @@ def read(path: PathLike) -> Iterator[Row]:
     Raises:
         ResultError: names the line.
     """
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for i, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
-                yield Row.from_json(json.loads(line))
-            except ValueError as e:
+                yield Row.from_json(parse_line(line))
+            except (ValueError, TypeError) as e:
                 raise ResultError(f"{path}, line {i}: {e}") from None
 
 
@@ -641,15 +698,18 @@ def write_csv(path: PathLike, summaries: Iterable[Summary], replace: bool = Fals
         raise FileExistsError(path)
     check_csv(path)
     names = [f.name for f in dataclasses.fields(Summary)]
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="") as f:
             _write_csv(csv.writer(f), names, summaries)
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(part, path)
     except OSError as e:
-        raise CacheFolderError(f"{path} can't be written: {e.strerror or e}") from None
+        raise CacheFolderError(f"{path} can't be written: {why(e)}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def check_csv(path: Path) -> None:
@@ -666,7 +726,7 @@ def check_csv(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as e:
-        raise UsageError(f"--out: {path} can't be read ({e.strerror or e}); choose another name") from None
+        raise UsageError(f"--out: {path} can't be read ({why(e)}); choose another name") from None
     raise UsageError(f"--out: {path} would be replaced, and is no summary of results; choose another name")
 
 
