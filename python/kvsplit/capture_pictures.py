@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
 
 from kvsplit.capture import INTERVAL, Capture, Threshold, size_text
-from kvsplit.errors import CacheFolderError, ResultError, UsageError
+from kvsplit.errors import CacheFolderError, ResultError, UsageError, why
 
 FORMATS = (".png", ".svg", ".pdf")
 MAX_FRAMES = 60
@@ -211,14 +211,15 @@ class _Picture:
 
 
 def _save(path: Path, data: bytes, option: str) -> None:
+    from kvsplit import plots
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb") as f:
-            f.write(data)
+        plots._write(path, data, replace=False)
     except FileExistsError:
         raise UsageError(f"{option}: {path} is there already and stays as it is; give another name") from None
     except OSError as e:
-        raise CacheFolderError(f"{option}: {path} can't be written ({e.strerror or e})") from None
+        raise CacheFolderError(f"{option}: {path} can't be written ({why(e)})") from None
 
 
 def draw(captures: Sequence[Capture], output: Union[str, "os.PathLike[str]"]) -> Path:

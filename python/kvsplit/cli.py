@@ -17,7 +17,7 @@ from rich.console import Console
 import kvsplit
 from kvsplit import _lock, models, runs, terminal, tools
 from kvsplit.commands import bench, capture, doctor, inspect, plot, report
-from kvsplit.errors import KVSplitError, UsageError
+from kvsplit.errors import KVSplitError, UsageError, why
 from kvsplit.memory import KVMemory, ModelShape, kv_memory
 from kvsplit.policy import KVQuant
 
@@ -357,8 +357,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
-        if not terminal.utf8(stream) and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):  # a file's name may be no text: its bytes as escapes, JSON's too
+            stream.reconfigure(errors="backslashreplace" if terminal.utf8(stream) else "replace")
     args = list(sys.argv[1:] if argv is None else argv)
     terminal.passed_on.clear()
     if args and args[0] in ("run", "capture") and "--" in args:
@@ -387,6 +387,10 @@ def _run(args: List[str]) -> int:
         return _fail(str(e), e.exit_code)
     except BrokenPipeError:
         return runs.reader_has_gone()
+    except OSError as e:
+        if debug:
+            raise
+        return _fail(f"{e.filename or 'the output'} can't be read or written ({why(e)})", 1)
     except Exception as e:
         if isinstance(e, _ClickException):
             return _usage(e)

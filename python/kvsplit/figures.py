@@ -1287,7 +1287,7 @@ def _draw(rows: Sequence[Row], names: Optional[Sequence[str]], title: Optional[s
     slugs: Dict[str, int] = {}
     out: List[Chart] = []
     for m in models:
-        slug = re.sub(r"[^a-z0-9]+", "-", Path(m.name).stem.lower()).strip("-") or "model"
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(m.name).stem.lower()).strip("-")[:60] or "model"
         slugs[slug] = slugs.get(slug, 0) + 1
         slug += "" if slugs[slug] == 1 else f"-{slugs[slug]}"
         for kind, (figure, _) in FIGURES.items():

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import json
 import math
 import re
@@ -48,6 +49,7 @@ from kvsplit.errors import (
     ResultError,
     UnsupportedModelError,
     UsageError,
+    why,
 )
 from kvsplit.formats import Library
 from kvsplit.gguf_meta import GGUFInfo, check_model
@@ -1323,7 +1325,7 @@ def _write(res: Inspection, out: Path, maps: Sequence[_Map]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         _write_all(res, out, maps)
     except OSError as e:
-        raise CacheFolderError(f"--out: {out} can't be written ({e.strerror or e})") from None
+        raise CacheFolderError(f"--out: {out} can't be written ({why(e)})") from None
 
 
 def _write_all(res: Inspection, out: Path, maps: Sequence[_Map]) -> None:
@@ -1341,18 +1343,18 @@ def _write_all(res: Inspection, out: Path, maps: Sequence[_Map]) -> None:
             res.files.append(path)
     path = out / f"{stem}.json"
     res.files.append(path)
-    with open(path, "x", encoding="utf-8") as f:
-        json.dump(res.to_json(), f, indent=1)
-        f.write("\n")
+    plots._write(path, (json.dumps(res.to_json(), indent=1) + "\n").encode(), replace=False)
 
 
 def _save(fig: Any, path: Path) -> None:
     import matplotlib
 
     # ids without chance and no date: the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "kvsplit"}), open(path, "xb") as f:
-        form = path.suffix.lstrip(".")
-        fig.savefig(f, format=form, metadata={"Date": None} if form == "svg" else None)
+    form = path.suffix.lstrip(".")
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "kvsplit"}):
+        fig.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
+    plots._write(path, out.getvalue(), replace=False)
 
 
 def _figure(width: float, height: float) -> Any:

@@ -288,6 +288,12 @@ class Llama(llama_cpp.Llama):
         self._kvq_val = _side(preset, "val", kvq_val, type_v)
 
         path = models.resolve(model_path)
+        try:
+            str(path).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ModelFileError(
+                f"model_path: the name {str(path)!r} can't be handed on in this locale; set PYTHONUTF8=1, or rename the file"
+            ) from None
         info = check_model(path)
         n_ctx = int(kwargs.get("n_ctx", 512))
         shape: Optional[ModelShape] = None

@@ -153,7 +153,11 @@ REGISTRY: Dict[str, Model] = {
 def cache_dir() -> Path:
     """The user's cache folder of this project: ``KVSPLIT_CACHE_DIR``, else the platform's. Not created."""
     env = os.environ.get("KVSPLIT_CACHE_DIR")
-    return _home(env or platformdirs.user_cache_dir("kvsplit", appauthor=False), "KVSPLIT_CACHE_DIR")
+    try:
+        folder = env or platformdirs.user_cache_dir("kvsplit", appauthor=False)
+    except RuntimeError:  # as some of its versions say that there is no home
+        folder = "~"
+    return _home(folder, "KVSPLIT_CACHE_DIR")
 
 
 def models_dir() -> Path:
@@ -170,7 +174,7 @@ def _home(text: str, variable: str) -> Path:
     """
     path = Path(os.path.expanduser(text))
     if str(path).startswith("~"):  # left as it is, it would become a folder of that name in the current one
-        raise CacheFolderError(f"{text}: this user has no home folder; set HOME, or {variable} to a folder")
+        raise CacheFolderError(f"this user has no home folder; set HOME, or {variable} to a folder")
     return path
 
 

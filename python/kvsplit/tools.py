@@ -30,7 +30,7 @@ def find(name: str) -> Path:
     dirs = native.bin_dirs()
     for folder in dirs:
         path = folder / (name + _EXE)
-        if path.is_file() and os.access(path, os.X_OK):
+        if native._is_file(path) and os.access(path, os.X_OK):
             return path
     raise NativeMissingError(
         f"{name} was not found (looked in {', '.join(map(str, dirs))}); "

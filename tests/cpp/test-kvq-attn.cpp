@@ -1238,8 +1238,8 @@ static void spoil(const view & t, char * row, int64_t block, float bad) {
 // A NaN or an infinity at one place: what attends to it isn't finite, in the values that attention in double has so; all
 // else is as it was. A position that is masked for a query isn't attended to, whatever its row holds.
 //
-// Upstream's path row by row skips a masked position before it reads it. Its tiled path for equal float types and 64 queries
-// doesn't: NaN + -inf and NaN times 0 are NaN. Here the rule of the former holds everywhere.
+// Upstream's path row by row skips a masked position before it reads it; its tiled path has to be patched to. Here the rule holds
+// everywhere.
 static void test_nonfinite(ggml_type type_k, ggml_type type_v, uint64_t seed) {
     random_source rng(seed);
     run_options one_thread;

@@ -15,7 +15,7 @@
 //    allow: it follows from the largest value of the block.
 // 2. Beyond that range f16 becomes an infinity. bf16 and f32 keep the value. Upstream's quantized types do so as long as
 //    their scale fits f16 (8e6 for q8_0, 524032 for q4_0), and then become infinities or NaN. Ours saturate: a value is the nearest
-//    to it that the largest scale reaches, at least 6.4e6 in magnitude and with its sign, so none that f16 could have held.
+//    to it that the largest scale reaches, at least 3.6e6 in magnitude and with its sign, so none that f16 could have held.
 //    No type turns such a value into a number within f16's range.
 // 3. Attention over finite rows within f16's range is finite, and within the range of the values it averages.
 //    Two exceptions, upstream's, on its path row by row. f16 values are summed up in f16 before they are divided by the sum of the
