@@ -247,8 +247,8 @@ static double bias_norm(const llama_context * ctx, const kvq_layer & layer) {
     const int64_t n = int64_t(layer.head_k)*layer.n_head_kv;
     const ggml_tensor * b     = l.wk_b ? l.wk_b : l.wqkv_b;
     const int64_t       start = l.wk_b ? 0 : ctx->get_model().hparams.n_head(layer.il)*layer.head_k; // behind the queries'
-    if (!b || b->type != GGML_TYPE_F32 || !b->buffer || !b->data || ggml_nelements(b) < start + n) {
-        return 0; // also where the automatic memory fit loads no weights
+    if (!b || ggml_nrows(b) != 1 || b->type != GGML_TYPE_F32 || !b->buffer || !b->data || ggml_nelements(b) < start + n) {
+        return 0; // MLA has a matrix of that name; and the automatic memory fit loads no weights
     }
     std::vector<float> data(n);
     ggml_backend_tensor_get(b, data.data(), start*sizeof(float), n*sizeof(float));

@@ -110,6 +110,8 @@ fi
 mkdir -p build
 log="$root/build/install.log"
 : > "$log"
+building=
+state=build/.kvsplit-state  # "building" while compilers run: found there later, they were killed
 
 #
 # steps
@@ -136,6 +138,7 @@ step() {
 
 on_exit() {
     code=$?
+    [ -z "$building" ] || echo stopped > "$state" || true
     if [ "$code" != 0 ] && [ "$code" != 3 ]; then
         {
             echo
@@ -149,7 +152,7 @@ on_exit() {
     exit "$code"
 }
 trap on_exit EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' INT TERM HUP
 
 # Run a command with its output in the log. On a terminal its latest line is shown.
 quietly() {
@@ -328,7 +331,19 @@ fi
 quietly cmake "$@"
 
 step "Build (about 5 minutes on 2 cores; $jobs at a time)"
-quietly cmake --build build --parallel "$jobs" --target kvsplit-natives
+set -- --build build --parallel "$jobs" --target kvsplit-natives
+was=
+[ ! -f "$state" ] || IFS= read -r was < "$state" || true
+if [ "$was" = building ] && [ ! -f build/build.ninja ]; then
+    # make takes an object for whole that a killed compiler left half; ninja keeps a record and doesn't
+    show "      the last build was killed: everything is compiled anew"
+    set -- "$@" --clean-first
+fi
+building=1
+echo building > "$state"
+quietly cmake "$@"
+building=
+echo done > "$state"
 
 if [ "$mode" != none ]; then
     show "      install the package"

@@ -10,25 +10,28 @@ Environment:
   KVSPLIT_LLAMA_CPP_SDIST  a local source archive to use instead of a download; its sha256 must match
   KVSPLIT_CACHE_DIR        folder of the cache (default: the user's cache folder, "kvsplit" in it)
 
-Exit codes: 0 done, 1 usage, 2 lock, hash, archive, download or cache, 4 the unpacked source was edited by hand.
+Exit codes: 0 done, 1 usage, 2 lock, hash, archive, download or cache, 4 the unpacked source was edited by hand,
+130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 try:
     import fcntl
@@ -39,6 +42,8 @@ EXIT_OK = 0
 EXIT_USAGE = 1
 EXIT_SOURCE = 2
 EXIT_EDITED = 4
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 SOURCE_STAMP = ".kvsplit-source"  # what was unpacked, and the sha256 of every file in it
 PATCH_STAMP = ".kvsplit-patched"  # written by scripts/patchq
@@ -69,7 +74,57 @@ class Lock:
 
 
 def note(message: str) -> None:
-    print(f"kvsplit: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: what is done counts
+        print(f"kvsplit: {message}", file=sys.stderr, flush=True)
+
+
+def why(e: OSError) -> str:
+    """The system's reason for an error; a disk or a quota that is used up is called so."""
+    full = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    reason = f"disk full: {e.strerror}" if e.errno in full else str(e.strerror or e)
+    return f"{e.filename}: {reason}" if e.filename else reason
+
+
+class Terminated(BaseException):
+    """SIGTERM, or SIGHUP of a terminal that closes: work folders are removed on the way out."""
+
+
+def _on_end(signum: int, frame: object) -> NoReturn:
+    raise Terminated
+
+
+def ending(body: Callable[[], int]) -> int:
+    """Run a program's body and return its exit code; whatever ends it is one message on stderr.
+
+    Errors of the system that nobody expected are EXIT_SOURCE.
+    """
+    for signum in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, _on_end)
+    code = EXIT_OK
+    try:
+        try:
+            code = body()
+            sys.stdout.flush()
+            return code
+        except SourceError as e:
+            note(f"error: {e}")
+            code = e.code
+        except OSError as e:
+            note(f"error: {why(e)}")
+            code = EXIT_SOURCE
+        except KeyboardInterrupt:
+            note("interrupted; run it again to go on")
+            code = EXIT_INTERRUPTED
+        except Terminated:
+            note("terminated; run it again to go on")
+            code = EXIT_TERMINATED
+        sys.stdout.flush()
+        return code
+    except OSError:
+        # what stdout still holds and can't take: Python would complain about it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
 
 
 def lock_path(root: Path) -> Path:
@@ -83,6 +138,8 @@ def load_lock(root: Path) -> Lock:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as e:
         raise SourceError(f"{path}: can't read the lock: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise SourceError(f"{path}: is no UTF-8 text (byte {e.start})") from e
     values: Dict[str, str] = {}
     for n, line in enumerate(lines, 1):
         line = line.strip()
@@ -103,14 +160,20 @@ def load_lock(root: Path) -> Lock:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of KVSplit, as platformdirs.user_cache_dir("kvsplit", appauthor=False) has it."""
-    if os.environ.get("KVSPLIT_CACHE_DIR"):
-        return Path(os.environ["KVSPLIT_CACHE_DIR"]).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "kvsplit"
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "kvsplit"
-    return Path.home() / ".cache" / "kvsplit"
+    """The user's cache folder of KVSplit, as platformdirs.user_cache_dir("kvsplit", appauthor=False) has it.
+
+    SourceError if it would be in the home of a user who has none.
+    """
+    try:
+        if os.environ.get("KVSPLIT_CACHE_DIR"):
+            return Path(os.environ["KVSPLIT_CACHE_DIR"]).expanduser()
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "kvsplit"
+        if os.environ.get("XDG_CACHE_HOME"):
+            return Path(os.environ["XDG_CACHE_HOME"]) / "kvsplit"
+        return Path.home() / ".cache" / "kvsplit"
+    except RuntimeError:
+        raise SourceError("this user has no home folder; set HOME, or KVSPLIT_CACHE_DIR to a folder") from None
 
 
 def sha256_file(path: Path) -> str:
@@ -159,8 +222,11 @@ def remove_stale(folder: Path, prefix: str) -> None:
 
 
 def check_hash(path: Path, lock: Lock) -> None:
-    """SourceError unless the file's sha256 is the lock's."""
-    have = sha256_file(path)
+    """SourceError unless the file can be read and its sha256 is the lock's."""
+    try:
+        have = sha256_file(path)
+    except OSError as e:
+        raise SourceError(f"{path}: can't be read: {e.strerror or e}") from e
     if have != lock.sha256:
         raise SourceError(
             f"{path}: wrong sha256, nothing was unpacked\n"
@@ -191,6 +257,24 @@ def pip_command() -> Optional[List[str]]:
     return None
 
 
+def run_loud(command: List[str], env: Dict[str, str]) -> Tuple[int, str]:
+    """Run a command whose output goes to our stderr as it comes. Returns its exit code and the end of what it said."""
+    said = b""
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env=env) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            for block in iter(lambda: process.stdout.read1(1 << 16), b""):  # type: ignore[union-attr]
+                said = (said + block)[-(1 << 16) :]
+                with contextlib.suppress(OSError):
+                    sys.stderr.buffer.write(block)
+                    sys.stderr.buffer.flush()
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, said.decode("utf-8", "replace")
+
+
 def download(lock: Lock, folder: Path) -> Path:
     """Let pip get the source archive by name, version and hash into an empty folder."""
     pip = pip_command()
@@ -209,7 +293,15 @@ def download(lock: Lock, folder: Path) -> Path:
     command = pip + ["download", "--require-hashes", "--no-deps", "--no-binary", lock.name]
     command += ["--dest", str(out), "-r", str(requirements)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("CMAKE_")}
-    if subprocess.run(command, stdout=sys.stderr.fileno(), env=env).returncode != 0:
+    code, said = run_loud(command, env)
+    if code != 0 and ("No space left" in said or "Disk quota" in said):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out / lock.file))
+    if code != 0 and "DO NOT MATCH THE HASHES" in said:
+        raise SourceError(
+            f"{lock.name} {lock.version} of your package index is not the pinned file (pip's message stands above)\n"
+            f"{way_out}"
+        )
+    if code != 0:
         raise SourceError(f"offline and not cached: {lock.name} {lock.version} (pip's message stands above)\n{way_out}")
     files = sorted(out.iterdir())
     if [f.name for f in files] != [lock.file]:
@@ -228,8 +320,9 @@ def ensure_sdist(lock: Lock) -> Path:
         return path
     folder = cache_dir() / "sdist"
     target = folder / lock.file
-    if target.is_file() and sha256_file(target) == lock.sha256:
-        return target
+    with contextlib.suppress(OSError):  # one that can't be read is told of below
+        if target.is_file() and sha256_file(target) == lock.sha256:
+            return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / ".lock"):
@@ -247,7 +340,7 @@ def ensure_sdist(lock: Lock) -> Path:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as e:
         raise SourceError(
-            f"{folder}: can't write to the cache folder: {e.strerror or e}\n"
+            f"{folder}: can't write to the cache folder: {why(e)}\n"
             "The way out: set KVSPLIT_CACHE_DIR to a folder that you may write to, "
             f"or KVSPLIT_LLAMA_CPP_SDIST to a copy of {lock.file}."
         ) from e
@@ -370,7 +463,7 @@ def ensure_source(root: Path) -> Path:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as e:
-        raise SourceError(f"{root / 'vendor'}: can't unpack the source: {e}") from e
+        raise SourceError(f"{root / 'vendor'}: can't unpack the source: {why(e)}") from e
     return src
 
 
@@ -385,13 +478,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as e:
         return EXIT_USAGE if e.code else EXIT_OK
-    try:
+
+    def body() -> int:
         root = args.root.resolve()
         print(ensure_sdist(load_lock(root)) if args.sdist_only else ensure_source(root))
-    except SourceError as e:
-        note(f"error: {e}")
-        return e.code
-    return EXIT_OK
+        return EXIT_OK
+
+    return ending(body)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from kvsplit import tools
 from kvsplit.errors import CacheFolderError, NotFiniteError, ResultError, UsageError, why
@@ -408,6 +408,7 @@ def base_file(
                 f"{path} has {have} bytes of {want}: disk full while llama-perplexity wrote the f16 base; "
                 "use fewer --chunks, a smaller --ppl-ctx, or set TMPDIR to another disk"
             )
+        _as_asked(F16, res.stderr)
         yield path
 
 
@@ -432,14 +433,42 @@ def _base_size(path: Path) -> int:
     return base_bytes(QualityPlan(n_ctx, chunks), vocab)
 
 
+# what a tool says at start of the types that its context stores, per kind of layer
+_STORED = re.compile(r"kvq: K (\S+) \([\d.]+ bits\)(?:, V (\S+) \([\d.]+ bits\)|[^;]*); layers? ([\d,-]+);")
+
+
+def _as_asked(quant: KVQuant, stderr: str) -> None:
+    """Hold the types that a tool's own context stores to those that were asked for; MLA stores no values.
+
+    Raises:
+        ResultError: a layer has others, or the tool doesn't tell.
+    """
+    stored: Dict[int, Tuple[str, Optional[str]]] = {}
+    for key, val, layers in _STORED.findall(stderr):
+        for part in layers.split(","):
+            first, _, last = part.partition("-")
+            for i in range(int(first), int(last or first) + 1):
+                stored.setdefault(i, (key, val or None))  # an indexer's second cache comes later
+    if not stored:
+        raise ResultError("llama-perplexity doesn't tell which types its context stores; it isn't this build's")
+    for i, asked in enumerate(quant.types(len(stored))):
+        key, value = stored.get(i, ("none", "none"))
+        if (key, value or asked[1]) != asked:
+            raise ResultError(
+                f"layer {i} was asked to store {'/'.join(asked)}, llama-perplexity stores {key}/{value or asked[1]}"
+            )
+
+
 def output(model: Path, quant: KVQuant, base: Path, plan: QualityPlan) -> str:
     """What llama-perplexity prints when it holds one configuration against the base.
 
     Raises:
         ToolError: llama-perplexity failed.
+        ResultError: its own context stored other types than were asked for.
     """
     args = [*_args(model, quant, plan), "--kl-divergence", "--kl-divergence-base", str(base)]
     res = tools.run("llama-perplexity", args)
+    _as_asked(quant, res.stderr)
     return res.stdout if "====== Perplexity statistics" in res.stdout else res.stdout + res.stderr
 
 

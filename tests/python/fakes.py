@@ -18,6 +18,8 @@ PERPLEXITY = """
 import math, os, struct, sys, time
 arg = lambda name: sys.argv[sys.argv.index(name) + 1]
 log = lambda what: open(os.environ["FAKE_LOG"], "a").write(what + "\\n")
+types = "K %s (9 bits), V %s (9 bits)" % (arg("--kvq-key"), arg("--kvq-val"))  # alike in all layers
+print(f"kvq: {types}; layers 0-1; 1.00 MiB; rotation none", file=sys.stderr)
 base = arg("--kl-divergence-base")
 if "--kl-divergence" not in sys.argv:
     log("base")

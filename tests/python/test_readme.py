@@ -17,7 +17,7 @@ import pytest
 
 DOCS = ("README.md", "CONTRIBUTING.md", "patches/README.md", *(f"docs/{n}.md" for n in (
     "c", "capture", "configuration", "cpu", "design", "inspect", "measuring", "memory", "metal", "numerics", "python",
-    "scope", "testing", "upgrading",
+    "reliability", "scope", "testing", "upgrading",
 )))  # fmt: skip
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Dict, List
 
@@ -240,6 +242,41 @@ def test_foreign_build_folder_is_left_alone(clone: Path, tools: Path) -> None:
     assert done.returncode == 3
     assert "move it away" in done.stderr
     assert [p.name for p in (clone / "build").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("generator, anew", [("Makefile", True), ("build.ninja", False)])
+def test_after_a_build_that_was_killed_make_compiles_anew(
+    clone: Path, tools: Path, tmp_path: Path, generator: str, anew: bool
+) -> None:
+    calls, up = tmp_path / "calls", tmp_path / "up"
+    work = f'case "$1" in --build) echo "$*" >> "{calls}"; [ -f "{tmp_path}/hang" ] || exit 0; : > "{up}"; sleep 60 ;; '
+    script(tools, "cmake", work + '--version) echo "cmake version 3.30.0" ;; esac')
+    for name in ("git", "ninja"):
+        script(tools, name, "exit 0")
+    for name in ("cc", "c++"):
+        script(tools, name, COMPILER)
+    for name in ("sleep", "df"):
+        path = shutil.which(name)
+        if path and not (tools / name).exists():
+            (tools / name).symlink_to(path)
+    python = os.path.realpath(sys.executable)
+    script(tools, "python3", f'case "$1" in *patchq) exit 0 ;; esac; exec "{python}" "$@"')
+    (tmp_path / "hang").touch()
+    command = [str(clone / "scripts" / "install_kvsplit.sh"), "--python", "none"]
+    env = {"PATH": str(tools), "HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as proc:
+        end = time.monotonic() + 60
+        while not up.exists():
+            assert proc.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        os.killpg(proc.pid, signal.SIGKILL)
+    (clone / "build" / generator).touch()
+    (tmp_path / "hang").unlink()
+    for again in (anew, False):  # a build that ended well needs no other
+        done = install(clone, tools, "--python", "none")
+        assert done.returncode == 0, done.stderr
+        assert ("--clean-first" in calls.read_text().splitlines()[-1]) == again
+        assert ("the last build was killed" in done.stdout) == again
 
 
 def test_nothing_is_deleted_by_the_script() -> None:
