@@ -175,3 +175,7 @@ class CommandError(KVSplitError):
 
 class StateError(KVSplitError, RuntimeError):
     """A saved state doesn't belong to this model and its cache, or is damaged."""
+
+
+class CacheWarning(UserWarning):
+    """What was asked for works, and is known or seen to be worse than it could be."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
@@ -18,6 +19,7 @@ from kvsplit import models, native
 from kvsplit.cache_types import BY_ID, BY_NAME, CACHE_TYPES
 from kvsplit.errors import (
     CacheTypeError,
+    CacheWarning,
     ContextError,
     ContextMemoryError,
     FlashAttentionError,
@@ -241,6 +243,9 @@ def _check_arguments(model_path: Any, flash_attn: Any, sizes: Dict[str, Any]) ->
         raise UsageError(f"flash_attn: {flash_attn!r} is neither True nor False; leave it out to have it where needed")
 
 
+_WARNING = "kvq: warning: "  # as a context's description has it
+
+
 class Llama(llama_cpp.Llama):
     """llama-cpp-python's ``Llama``; only what the KV cache is made of is new.
 
@@ -256,6 +261,10 @@ class Llama(llama_cpp.Llama):
         **kwargs: as ``llama_cpp.Llama``. Note that ``swa_full`` is on by default there, off in the tools.
 
     What isn't said comes from the model's own ``kvq.key`` and ``kvq.val`` metadata, else f16.
+
+    Warns:
+        CacheWarning: attention for a pair runs on another device than its layer, or the model is known to suffer from
+            the keys that were chosen; the message names what to use instead.
 
     Raises:
         UsageError: model_path, n_ctx, n_batch, n_ubatch or flash_attn has a wrong type or is out of range
@@ -292,7 +301,8 @@ class Llama(llama_cpp.Llama):
             str(path).encode("utf-8")
         except UnicodeEncodeError:
             raise ModelFileError(
-                f"model_path: the name {str(path)!r} can't be handed on in this locale; set PYTHONUTF8=1, or rename the file"
+                f"model_path: the name {str(path)!r} can't be handed on in this locale; "
+                "set PYTHONUTF8=1, or rename the file"
             ) from None
         info = check_model(path)
         n_ctx = int(kwargs.get("n_ctx", 512))
@@ -348,6 +358,10 @@ class Llama(llama_cpp.Llama):
                     f"model {path} could not be loaded{': ' + why if why else ''}; verbose=True shows the reason"
                 ) from e
             raise
+        if ctx := getattr(getattr(self, "_ctx", None), "ctx", None):
+            for line in lib.describe(ctx).splitlines():
+                if line.startswith(_WARNING):
+                    warnings.warn(line[len(_WARNING) :], CacheWarning, stacklevel=2)
 
     @property
     def kv_cache(self) -> KVCache:

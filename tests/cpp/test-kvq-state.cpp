@@ -336,6 +336,7 @@ int main(int argc, char ** argv) {
         refused(with(state, at.n_stream, 7),             "another number of streams");
         refused(with(state, at.n_cell, 0x7fffffffu),     "more cells than there are");
         refused(with(state, at.cell, uint32_t(-2)),      "a negative position");
+        refused(with(state, at.cell, 0x7fffffffu),       "the largest position");
         refused(with(state, at.cell + 4, 0),             "a cell of no sequence");
         refused(with(state, at.cell + 4, 0xffffffffu),   "a cell of 2^32 sequences");
         refused(with(state, at.cell + 8, 2),             "a sequence that there isn't");

@@ -465,12 +465,12 @@ def test_the_soak_sees_a_leak_and_an_answer_that_is_not_owed() -> None:
 def test_servers_under_load_answer_as_they_do_alone(
     tool: Callable[[str], Path], smollm2: Path, tmp_path: Path, setting: soak.Setting
 ) -> None:
-    summary = soak.Soak(tool("llama-server"), smollm2, setting, "k8v4", tmp_path).run(seconds=20, pool=6)
+    summary = soak.Soak(tool("llama-server"), smollm2, setting, "k8v4", tmp_path).run(seconds=150, requests=40, pool=6)
     print(summary.text())
     assert summary.faults == []
     # every kind came; most of what was answered was compared
     assert set(summary.done) == set(soak.Mix.WEIGHTS)
     assert summary.cancelled >= 3 and summary.refused >= 1 and summary.shifted >= 1
     # a shared cache has many ties, see soak.TOLERANCE
-    assert summary.owed >= 10 and summary.equal >= summary.owed // 5 and summary.served_only < summary.owed
+    assert summary.owed >= 5 and summary.equal >= summary.owed // 5 and summary.served_only < summary.owed
     assert not setting.draft or summary.accepted > 0

@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import warnings as python_warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -23,7 +24,9 @@ import numpy as np
 import pytest
 import start_line
 
+import kvsplit
 from kvsplit.cache_types import CACHE_TYPES, is_quantized
+from kvsplit.errors import CacheWarning
 
 pytestmark = [pytest.mark.native, pytest.mark.model]
 
@@ -424,6 +427,23 @@ def test_key_biases_that_do_no_harm_are_not_warned_of(run_tool: Run, biased: Mak
     for args in ([], ["--kvq-val", "4"], ["--kvq-key", "4,0=16,-1=16"], ["--kvq", "16"]):
         assert warnings(start(run_tool, model, *args)) == [], args
     assert warnings(start(run_tool, biased(2, 2, 2, 2, 2, 2), "--kvq", "4")) == []
+
+
+def test_python_warns_of_the_same(biased: Make) -> None:
+    model = biased(400, 2, 2, 2, 2, 400)
+    with pytest.warns(CacheWarning, match=r"layers 0,5 add a bias of norm up to 400 .* use --kvq-key"):
+        kvsplit.Llama(model, kvq="k4v4", n_ctx=256, verbose=False)
+    with python_warnings.catch_warnings():
+        python_warnings.simplefilter("error")
+        kvsplit.Llama(model, kvq="k8v4", kvq_key="4,0=16,-1=16", n_ctx=256, verbose=False)
+
+
+def test_gemma_beyond_its_window_is_warned_of(run_tool: Run, synth_model: Make, smollm2: Path) -> None:
+    model = synth_model(tokenizer=smollm2, arch="gemma3", n_layer=6, window=64)
+    said = warnings(start(run_tool, model, "--kvq", "k4v4"))
+    assert len(said) == 1 and "window of 64 tokens" in said[0] and "--kvq-key 8" in said[0], said
+    for args in (["--kvq", "k8v4"], ["--kvq-key", "4,5=8"]):  # the last of six layers is the full one
+        assert warnings(start(run_tool, model, *args)) == [], args
 
 
 # ---- what was asked is what runs
