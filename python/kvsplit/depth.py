@@ -71,7 +71,8 @@ N_BATCH, N_UBATCH = 2048, 512
 PAD = 256
 
 
-# ---- the state of a sequence, as the pinned release writes it (llama-kv-cache.cpp, state_write_*)
+# ---- the state of a sequence, as the pinned release writes it (llama-kv-cache.cpp, state_write_*), and with the record
+# that ours adds where a layer is quantized (llama-ext/kvq-state.h)
 
 
 class Rows(NamedTuple):
@@ -88,11 +89,13 @@ class Part:
     Attributes:
         positions: of the cells, shape (cells,).
         keys, values: one entry a layer.
+        record: what the rows mean, bytes; empty for a cache of floats, and in the pinned release.
     """
 
     positions: "np.ndarray[Any, Any]"
     keys: List[Rows] = field(default_factory=list)
     values: List[Rows] = field(default_factory=list)
+    record: bytes = b""
 
     @property
     def n_bytes(self) -> int:
@@ -101,6 +104,7 @@ class Part:
 
 
 _HEAD = 8  # a mark and the sequence's number, 32 bits each
+_MARK = 1 << 31  # in the number of layers: a record follows, version and number of layers, then 5 words a layer
 
 
 def parse_state(state: "np.ndarray[Any, Any]") -> List[Part]:
@@ -150,6 +154,13 @@ def parse_state(state: "np.ndarray[Any, Any]") -> List[Part]:
         if transposed:
             raise ResultError("the values of the state are transposed: flash attention is off")
         part = Part(cells[:, 0].copy())
+        if n_layer & _MARK:
+            n_layer &= ~_MARK
+            size = 8 + 20 * n_layer
+            if at + size > len(state):
+                raise ResultError("the state of the sequence ends within its record")
+            part.record = state[at : at + size].tobytes()
+            at += size
         part.keys = [rows(n_cells) for _ in range(n_layer)]
         part.values = [rows(n_cells) for _ in range(n_layer)]
         parts.append(part)
@@ -195,7 +206,7 @@ def grow_state(state: "np.ndarray[Any, Any]", n: int) -> "np.ndarray[Any, Any]":
     size = _HEAD
     for i, p in enumerate(parts):
         cells = n if i == 0 else len(p.positions)
-        size += 16 + 12 * cells + sum(12 + cells * r.data.shape[1] for r in (*p.keys, *p.values))
+        size += 16 + len(p.record) + 12 * cells + sum(12 + cells * r.data.shape[1] for r in (*p.keys, *p.values))
     out = np.empty(size, np.uint8)
     out[:_HEAD] = state[:_HEAD]
     at = _HEAD
@@ -213,7 +224,9 @@ def grow_state(state: "np.ndarray[Any, Any]", n: int) -> "np.ndarray[Any, Any]":
         meta = np.zeros((cells, 3), np.int32)
         meta[:, 0], meta[:, 1] = positions, 1
         put(meta.tobytes())
-        put(struct.pack("<II", 0, len(p.keys)))
+        put(struct.pack("<II", 0, len(p.keys) | (_MARK if p.record else 0)))
+        if p.record:
+            put(p.record)
         for r in (*p.keys, *p.values):
             width = r.data.shape[1]
             put(struct.pack("<iQ", r.type_id, width))

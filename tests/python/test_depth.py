@@ -37,7 +37,11 @@ def _packed(parts: Sequence[Tuple[Sequence[int], int, Tuple[int, int]]], **chang
         out += struct.pack("<II", change.get("streams", 1), len(positions))
         for p in positions:
             out += struct.pack("<iIi", p, change.get("sequences", 1), 0)
-        out += struct.pack("<II", change.get("transposed", 0), n_layer)
+        if change.get("record"):  # version, layers, and for each its number, two types and two rotations
+            out += struct.pack("<IIII", 0, n_layer | 1 << 31, 1, n_layer)
+            out += b"".join(struct.pack("<5I", il, 8, 452, 64, 64) for il in range(n_layer))
+        else:
+            out += struct.pack("<II", change.get("transposed", 0), n_layer)
         for side, width in enumerate(widths):
             for il in range(n_layer):
                 out += struct.pack("<iQ", 8, width)
@@ -45,16 +49,19 @@ def _packed(parts: Sequence[Tuple[Sequence[int], int, Tuple[int, int]]], **chang
     return np.frombuffer(out, np.uint8)
 
 
-def test_a_state_is_taken_apart() -> None:
-    full, window = depth.parse_state(_packed([(range(8), 2, (3, 5)), (range(5, 8), 1, (7, 7))]))
+@pytest.mark.parametrize("record", [0, 1])
+def test_a_state_is_taken_apart(record: int) -> None:
+    full, window = depth.parse_state(_packed([(range(8), 2, (3, 5)), (range(5, 8), 1, (7, 7))], record=record))
+    assert len(full.record) == 48 * record and len(window.record) == 28 * record
     assert full.positions.tolist() == list(range(8)) and window.positions.tolist() == [5, 6, 7]
     assert [k.data.shape for k in full.keys] == [(8, 3)] * 2 and [v.data.shape for v in full.values] == [(8, 5)] * 2
     assert full.keys[1].type_id == 8 and full.keys[1].data[3].tolist() == [53] * 3
     assert window.values[0].data[1].tolist() == [106] * 7
 
 
-def test_a_state_of_the_same_depth_has_the_same_bytes() -> None:
-    state = _packed([(range(8), 2, (3, 5)), (range(5, 8), 1, (7, 7))])
+@pytest.mark.parametrize("record", [0, 1])
+def test_a_state_of_the_same_depth_has_the_same_bytes(record: int) -> None:
+    state = _packed([(range(8), 2, (3, 5)), (range(5, 8), 1, (7, 7))], record=record)
     assert (depth.grow_state(state, 8) == state).all()
 
 
@@ -78,10 +85,11 @@ def test_a_state_of_another_form_is_refused(change: Dict[str, int], why: str) ->
 
 
 def test_a_state_that_ends_early_is_refused() -> None:
-    state = _packed([(range(8), 2, (3, 5))])
-    for n in range(8, len(state)):
-        with pytest.raises(ResultError):
-            depth.parse_state(state[:n])
+    for record in (0, 1):
+        state = _packed([(range(8), 2, (3, 5))], record=record)
+        for n in range(8, len(state)):
+            with pytest.raises(ResultError):
+                depth.parse_state(state[:n])
     with pytest.raises(ResultError, match="can't become"):
         depth.grow_state(state, 7)
     with pytest.raises(ResultError, match="can't become"):
