@@ -7,6 +7,9 @@ JOBS       ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo
 BUILD_TYPE ?= Release
 CMAKE_ARGS ?=
 
+# variables of the command line reach programs: how long to fuzz, and to load a server under ThreadSanitizer
+export FUZZ_SECONDS SOAK_MINUTES
+
 # the configurations of KVSplit's published tables
 PUBLISHED = FP16,K8V8,K8V4,K4V8,K4V4
 
@@ -16,7 +19,7 @@ RUN  = env PATH="$$PWD/$(VENV)/bin:$$PATH"
 # `env` looks programs up itself: make 3.81 would look along its own PATH.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-hours bench-cpu bench.cpu bench-metal bench.metal bench reproduce sweep demo lint format clean
+.PHONY: help venv source build build-upstream package test test-patches test-cpp test-metal test.metal test-python test-model test-slow test.slow test-asan test-tsan test-valgrind test-fuzz test-hours bench-cpu bench.cpu bench-metal bench.metal bench reproduce sweep demo lint format clean
 
 help: ## say what can be made
 	@echo "make TARGET [PYTHON=python3] [JOBS=N] [BUILD_TYPE=Release] [CMAKE_ARGS=...]"
@@ -63,6 +66,19 @@ test-python: package ## the Python package
 
 test-model: package ## tools and package on a real model
 	@$(RUN) python scripts/run_tests.py model bindings
+
+test-asan: venv ## C++ tests, operations and text under AddressSanitizer and UBSan, in build-asan/; needs clang 19
+	@$(RUN) env JOBS=$(JOBS) CMAKE_ARGS="$(CMAKE_ARGS)" python tests/sanitizers/run.py asan
+
+test-tsan: venv ## attention and llama-server under ThreadSanitizer, in build-tsan/: make test-tsan [SOAK_MINUTES=0.5]
+	@$(RUN) env JOBS=$(JOBS) CMAKE_ARGS="$(CMAKE_ARGS)" python tests/sanitizers/run.py tsan
+
+test-valgrind: build ## the codec under valgrind
+	@$(RUN) python tests/sanitizers/run.py valgrind
+
+test-fuzz: venv ## fuzz what reads policies, metadata and saved states, in build-asan/: make test-fuzz [FUZZ_SECONDS=20]
+	@$(RUN) env JOBS=$(JOBS) CMAKE_ARGS="$(CMAKE_ARGS)" python tests/sanitizers/run.py fuzz
+	@$(RUN) python tests/fuzz/run.py
 
 test-slow: package build-upstream ## what takes minutes: output against an unpatched build
 	@$(RUN) python scripts/run_tests.py slow
@@ -123,8 +139,8 @@ format: venv ## ruff's own fixes and layout
 	@$(RUN) ruff check --fix .
 	@$(RUN) ruff format .
 
-clean: ## remove what the build made: build/ and build-upstream/
-	@for d in build build-upstream; do \
+clean: ## remove what the builds made: build/, build-upstream/, build-asan/ and build-tsan/
+	@for d in build build-upstream build-asan build-tsan; do \
 	    if [ ! -e $$d ]; then :; \
 	    elif [ -f $$d/CMakeCache.txt ]; then rm -r -- $$d; \
 	    else echo "$$d is not a build folder: left alone"; fi; done
