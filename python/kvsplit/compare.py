@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from kvsplit import bench, native, plots, quality, results, runs, speed
-from kvsplit.errors import CacheFolderError
+from kvsplit.errors import CacheFolderError, why
 from kvsplit.gguf_meta import GGUFInfo, check_model
 from kvsplit.models import can_write, sha256_file
 from kvsplit.policy import F16, KVQuant
@@ -91,7 +91,7 @@ def _folder(path: Path) -> Path:
         probe_file.touch()
         probe_file.unlink()
     except OSError as e:
-        raise CacheFolderError(f"--out: {path} can't be written ({e.strerror or e})") from None
+        raise CacheFolderError(f"--out: {path} can't be written ({why(e)})") from None
     return path
 
 

@@ -53,6 +53,7 @@ from kvsplit.errors import (
     ResultError,
     ToolError,
     UsageError,
+    why,
 )
 from kvsplit.memory import ModelShape, kv_memory
 from kvsplit.models import sha256_file
@@ -751,7 +752,7 @@ def model_file(name: str, root: Path, build: Path, say: Callable[[str], None]) -
             tools.run_command(quantize, "llama-quantize")
             os.replace(part, path)
     except OSError as e:
-        raise CacheFolderError(f"{path.parent} can't be written: {e.strerror or e}") from None
+        raise CacheFolderError(f"{path.parent} can't be written: {why(e)}") from None
     return path
 
 

@@ -353,6 +353,12 @@ def test_doctor_names_a_folder_that_cannot_be_written(cli: Run, tmp_path: Path, 
     ] == ["f"]
 
 
+def test_doctor_goes_on_without_a_home(cli: Run) -> None:
+    res = cli("doctor", "--no-test", env={"KVSPLIT_MODELS_DIR": "~nobody-here/models"})
+    assert res.returncode == 1 and "problem: this user has no home folder" in res.stderr
+    assert "tools " in res.stdout and "devices" in res.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "code", "message"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "parts are kept")]
 )

@@ -26,7 +26,7 @@ import typer
 
 import kvsplit
 from kvsplit import _lock, models, native, runs, terminal, tools
-from kvsplit.errors import KVSplitError, NativeError
+from kvsplit.errors import CacheFolderError, KVSplitError, NativeError
 
 #: Seconds without a word from the child after which it is given up.
 SILENCE = 120.0
@@ -326,13 +326,20 @@ def diagnose(*, test: bool = True, seconds: float = SECONDS) -> Tuple[Dict[str, 
             f"the source tree has {info['patches_sha256']}: build it again"
         )
     info["tools"] = _tools(problems)
-    info["cache_dir"] = str(models.cache_dir())
-    info["models_dir"] = str(models.models_dir())
-    folders = {models.cache_dir(): "KVSPLIT_CACHE_DIR", models.models_dir(): "KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR"}
-    for folder, variable in folders.items():
-        if not models.can_write(folder):
-            problems.append(f"the folder {folder} can't be made or written; set {variable} to one that can")
-    info["models"] = {str(m["name"]): m["path"] for m in models.status()}
+    info.update(cache_dir="", models_dir="", models={})
+    try:
+        info["cache_dir"] = str(models.cache_dir())
+        info["models_dir"] = str(models.models_dir())
+        folders = {
+            models.cache_dir(): "KVSPLIT_CACHE_DIR",
+            models.models_dir(): "KVSPLIT_MODELS_DIR or KVSPLIT_CACHE_DIR",
+        }
+        for folder, variable in folders.items():
+            if not models.can_write(folder):
+                problems.append(f"the folder {folder} can't be made or written; set {variable} to one that can")
+        info["models"] = {str(m["name"]): m["path"] for m in models.status()}
+    except CacheFolderError as e:  # a user without a home
+        problems.append(str(e))
     if platform.system() == "Darwin" and platform.machine() == "x86_64" and _is_apple_silicon():
         problems.append("this Python is built for x86_64 and runs translated; use an arm64 Python")
     notes += [f"another kvsplit lies in {p}; {native.PACKAGE} comes first on Python's path" for p in _other_packages()]
