@@ -297,14 +297,15 @@ int main(int argc, char ** argv) {
                 kvq_layer l;
                 check(kvq_get_layer(c.ctx, i, &l), name + kvq_last_error());
                 check(l.index == i, name + "index");
-                check(l.type_k == types[0][i] && l.type_v == types[1][i], name + "layer " + std::to_string(i) + " is " + ggml_type_name(l.type_k) + "/" + ggml_type_name(l.type_v));
+                const bool mla = l.type_v == GGML_TYPE_COUNT; // V within K's rows, which are stored as they are
+                check(l.type_k == types[0][i] && (mla || l.type_v == types[1][i]), name + "layer " + std::to_string(i) + " is " + kvq_type_name(l.type_k) + "/" + kvq_type_name(l.type_v));
                 check(l.bytes_k == ggml_row_size(l.type_k, int64_t(l.n_head_kv)*l.head_k)*l.n_cells, name + "bytes of K");
-                check(l.bytes_v == ggml_row_size(l.type_v, int64_t(l.n_head_kv)*l.head_v)*l.n_cells, name + "bytes of V");
+                check(mla || l.bytes_v == ggml_row_size(l.type_v, int64_t(l.n_head_kv)*l.head_v)*l.n_cells, name + "bytes of V");
                 // rotation is for quantized rows only
                 check(!l.rot_k || ggml_is_quantized(l.type_k), name + "rotated K");
-                check(!l.rot_v || ggml_is_quantized(l.type_v), name + "rotated V");
-                check((l.rot_k != 0) == (ggml_is_quantized(l.type_k) && l.head_k % 64 == 0), name + "rotation of K");
-                check((l.rot_v != 0) == (ggml_is_quantized(l.type_v) && l.head_v % 64 == 0), name + "rotation of V");
+                check(!l.rot_v || mla || ggml_is_quantized(l.type_v), name + "rotated V");
+                check((l.rot_k != 0) == (ggml_is_quantized(l.type_k) && l.head_k % 64 == 0 && !mla), name + "rotation of K");
+                check(mla || (l.rot_v != 0) == (ggml_is_quantized(l.type_v) && l.head_v % 64 == 0), name + "rotation of V");
                 check(l.fused && !strcmp(l.backend_prefill, "CPU") && !strcmp(l.backend_decode, "CPU"), name + "backend");
             }
             kvq_layer l;

@@ -61,6 +61,15 @@ def test_contexts_of_synthetic_models(
     run_contexts(tool, synth_model(tokenizer=smollm2, **SHAPES[shape]), POLICIES + FORMATS)
 
 
+# Keys and values are one row, which isn't rotated, and the part that turns is at its end.
+@pytest.mark.parametrize(("head", "n_rot"), [(128, 64), (128, 32), (576, 64)])
+def test_contexts_of_mla_models(
+    tool: Callable[[str], Path], smollm2: Path, synth_model: Callable[..., Path], head: int, n_rot: int
+) -> None:
+    model = synth_model(tokenizer=smollm2, arch="deepseek2", n_layer=4, n_head_kv=1, head_k=head, n_rot=n_rot)
+    run_contexts(tool, model, [p for p in ("16", "8", "4", "6,1=8", "q5_0,:2=16") for _ in "kv"])
+
+
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_contexts_of_real_models(request: pytest.FixtureRequest, tool: Callable[[str], Path], name: str) -> None:
     run_contexts(tool, request.getfixturevalue(name), ["16,2:=4", "4,:2=16", "16,:2=4", "4,2:=16", "8", "4", *FORMATS])

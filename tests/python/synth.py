@@ -5,7 +5,7 @@ A tokenizer is copied from another GGUF; without one the model has no vocabulary
 load it and to make contexts.
 
 usage: synth.py OUT [--tokenizer GGUF] [--n-layer 2] [--n-head 4] [--n-head-kv 2[,1,...]] [--head-k 64]
-                    [--head-v 64] [--n-embd 64] [--arch llama|gemma3|mimo2] [--window 512] [--pattern 6]
+                    [--head-v 64] [--n-embd 64] [--arch llama|gemma3|mimo2|deepseek2] [--window 512] [--pattern 6]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import gguf
 import numpy as np
 
 N_VOCAB_PLAIN = 256
+MLA_NOPE, MLA_V = 32, 32  # values of a deepseek2 head that don't turn, and of its output
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Shape:
 
     Attributes:
         arch: llama; gemma3 (every pattern-th layer is full, the others slide); mimo2 (as gemma3, and the
-            only one whose heads of K and V may differ in size and whose KV heads may differ by layer).
+            only one whose heads of K and V may differ in size and whose KV heads may differ by layer); deepseek2
+            (MLA: a row is head_k - n_rot values, which are V too, then n_rot values that turn; one KV head).
         n_layer: transformer blocks.
         n_embd: width of the residual stream; independent of heads x head size.
         n_head: query heads.
@@ -102,7 +104,11 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
     n_ff = 2 * s.n_embd if s.n_ff is None else s.n_ff
     n_rot = s.head_k if s.n_rot is None else s.n_rot
     heads_kv = s.heads_kv
-    if s.arch != "mimo2" and (head_v != s.head_k or len(set(heads_kv)) > 1):
+    if s.arch == "deepseek2":
+        head_v = s.head_k - n_rot  # of the row; of the model's own heads: MLA_NOPE and MLA_V
+        if heads_kv != [1] * s.n_layer or head_v <= 0:
+            raise ValueError("deepseek2 has n_head_kv 1 and n_rot below head_k")
+    elif s.arch != "mimo2" and (head_v != s.head_k or len(set(heads_kv)) > 1):
         raise ValueError(f"{s.arch} can't load K and V heads of different sizes or KV heads by layer; use mimo2")
     if len(heads_kv) != s.n_layer:
         raise ValueError(f"n_head_kv has {len(heads_kv)} entries for {s.n_layer} layers")
@@ -135,6 +141,17 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
         w.add_sliding_window(s.window)
         w.add_array("mimo2.attention.sliding_window_pattern", [il % period != period - 1 for il in range(s.n_layer)])
         w.add_uint32("mimo2.expert_feed_forward_length", n_ff)
+    elif s.arch == "deepseek2":
+        for key, value in (
+            ("attention.q_lora_rank", 0),
+            ("attention.kv_lora_rank", head_v),
+            ("attention.key_length_mla", MLA_NOPE + n_rot),
+            ("attention.value_length_mla", MLA_V),
+            ("leading_dense_block_count", s.n_layer),
+            ("expert_feed_forward_length", n_ff),
+            ("expert_shared_count", 0),
+        ):
+            w.add_uint32(f"deepseek2.{key}", value)
     _add_extra(w, s.extra)
 
     rng = np.random.default_rng(s.seed)
@@ -166,6 +183,14 @@ def write_model(out: Union[str, Path], shape: Shape = Shape(), tokenizer: Option
             t["attn_q_norm"] = ones(s.head_k)
             t["attn_k_norm"] = ones(s.head_k)
             t["post_ffw_norm"] = ones(s.n_embd)
+        if s.arch == "deepseek2":
+            del t["attn_k"], t["attn_v"]
+            t["attn_q"] = rand(s.n_head * (MLA_NOPE + n_rot), s.n_embd)
+            t["attn_kv_a_mqa"] = rand(s.head_k, s.n_embd)
+            t["attn_kv_a_norm"] = ones(head_v)
+            t["attn_k_b"] = rand(s.n_head * head_v, MLA_NOPE).reshape(s.n_head, head_v, MLA_NOPE)
+            t["attn_v_b"] = rand(s.n_head * MLA_V, head_v).reshape(s.n_head, MLA_V, head_v)
+            t["attn_output"] = rand(s.n_embd, s.n_head * MLA_V)
         for name, data in t.items():
             w.add_tensor(f"blk.{il}.{name}.weight", data)
 
@@ -193,7 +218,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description="write a random-weight GGUF")
     p.add_argument("out", type=Path)
     p.add_argument("--tokenizer", type=Path)
-    p.add_argument("--arch", default="llama", choices=["llama", "gemma3", "mimo2"])
+    p.add_argument("--arch", default="llama", choices=["llama", "gemma3", "mimo2", "deepseek2"])
     p.add_argument("--n-layer", type=int, default=2)
     p.add_argument("--n-embd", type=int, default=64)
     p.add_argument("--n-head", type=int, default=4)
