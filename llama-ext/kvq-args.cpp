@@ -300,6 +300,10 @@ bool kvq_check_logits_file(std::ifstream & in, const std::string & path, uint32_
         return refuse("no file has " + std::to_string(n_chunk) + " chunks of " + std::to_string(n_ctx) + " tokens");
     }
     const auto at = in.tellg();
+    if (at == std::ifstream::pos_type(-1)) { // a pipe: what is missing shows when it is read
+        in.clear();
+        return double(n_chunk)*n_ctx < (1 << 28) || refuse("so many tokens through a pipe");
+    }
     in.seekg(0, std::ios::end);
     const double size = double(in.tellg() - at);
     in.seekg(at);

@@ -205,11 +205,8 @@ void kvq_check_rows(const ggml_tensor * t, const void * data_, size_t size) {
 kvq_new_file::kvq_new_file(const char * path_) : path(path_) {
     std::error_code ec;
     fs::path target = fs::u8path(path);
-    if (fs::is_symlink(target, ec)) {
-        const fs::path to = fs::weakly_canonical(target, ec);
-        if (!ec) {
-            target = to;
-        }
+    for (int i = 0; i < 40 && fs::is_symlink(fs::symlink_status(target, ec)); i++) { // also of what isn't there yet
+        target = target.parent_path() / fs::read_symlink(target, ec);
     }
     const fs::file_status status = fs::status(target, ec);
     if (fs::exists(status) && !fs::is_regular_file(status)) {
@@ -217,6 +214,9 @@ kvq_new_file::kvq_new_file(const char * path_) : path(path_) {
         return;
     }
     path = target.u8string();
+    if (fs::exists(status)) {
+        llama_file(path.c_str(), "r+b"); // throws if it is protected, which a rename wouldn't notice
+    }
 
     static std::atomic<unsigned> count { 0 };
     for (int tries = 0; tries < 100; tries++) {
@@ -273,6 +273,11 @@ void kvq_new_file::commit() {
     }
     std::error_code ec;
     fs::rename(fs::u8path(aside), fs::u8path(path), ec);
+    if (ec == std::errc::operation_not_permitted || ec == std::errc::permission_denied || ec == std::errc::device_or_resource_busy) {
+        // another's file in a folder like /tmp, or a file that is a mount by itself: it may be written, not replaced
+        fs::copy_file(fs::u8path(aside), fs::u8path(path), fs::copy_options::overwrite_existing, ec);
+        fs::remove(fs::u8path(aside));
+    }
     if (ec) {
         throw std::runtime_error(format("failed to write %s: %s", path.c_str(), ec.message().c_str()));
     }

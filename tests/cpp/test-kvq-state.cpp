@@ -442,17 +442,23 @@ int main(int argc, char ** argv) {
         }
         check(!llama_state_save_file(a.ctx, (folder / "no" / "such").u8string().c_str(), &token, 1) && says("No such file"), "a folder that isn't there");
         check(!llama_state_save_file(a.ctx, folder.u8string().c_str(), &token, 1), "a folder is no file");
-        if (geteuid() != 0) { // root may write anywhere
-            fs::create_directory(folder / "closed");
-            std::ofstream(folder / "closed" / "open.bin") << old;
-            chmod((folder / "closed").c_str(), 0555);
+        fs::create_directory(folder / "closed");
+        std::ofstream(folder / "closed" / "open.bin") << old;
+        chmod((folder / "closed").c_str(), 0555);
+        if (access((folder / "closed").c_str(), W_OK) != 0) { // root may write anywhere
             check(llama_state_save_file(a.ctx, (folder / "closed" / "open.bin").u8string().c_str(), &token, 1), "a file in a folder that can't be added to");
-            chmod((folder / "closed").c_str(), 0755);
+            chmod(path.c_str(), 0444);
+            check(!llama_state_save_file(a.ctx, path.u8string().c_str(), &token, 1) && says("Permission denied") && intact(), "a protected file");
+            printf("modes were tried\n");
         }
+        chmod((folder / "closed").c_str(), 0755);
         chmod(path.c_str(), 0600);
         fs::create_symlink(path.filename(), folder / "link.bin");
         check(llama_state_save_file(a.ctx, (folder / "link.bin").u8string().c_str(), &token, 1), "through a link");
         check(fs::is_symlink(folder / "link.bin") && fs::file_size(path) > 1000, "the link stays, what it names is new");
+        fs::create_symlink("made.bin", folder / "dangling.bin");
+        check(llama_state_save_file(a.ctx, (folder / "dangling.bin").u8string().c_str(), &token, 1), "through a link to nothing");
+        check(fs::is_symlink(folder / "dangling.bin") && fs::file_size(folder / "made.bin") > 1000, "makes what it names");
         check(fs::status(path).permissions() == (fs::perms::owner_read | fs::perms::owner_write), "permissions stay");
 #else
         check(llama_state_save_file(a.ctx, path.u8string().c_str(), &token, 1) && !intact(), "saved over an old file");
