@@ -394,6 +394,20 @@ int main(int argc, char ** argv) {
         check(!llama_state_load_file(c.ctx, (folder / "longer.bin").u8string().c_str(), read, 8, &n_read) && c.works(0) && c.works(1),
             name + "a file with something behind its state is refused");
 
+        // ---- a part, which a server puts aside by itself, may be what it is: refusing it would end the server
+
+        c.decode(N_PROMPT, 0, 0, 1);
+        const auto with_nan = [&](const bytes & of) { // among the first layer's keys
+            const size_t   layer = 8 + 8 + 12*size_t(u32(of, 12)) + 4; // magic and sequence; streams and cells; v_trans
+            const uint32_t n     = u32(of, layer);
+            return with(of, layer + 4 + (n & MARK ? 8 + 20*size_t(n & ~MARK) : 0) + 12, 0x7e007e00u);
+        };
+        const bytes all  = with_nan(one(c.ctx, 0));
+        const bytes part = with_nan(one(c.ctx, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
+        check(!set(c.ctx, all, 0) && says("no number"), name + "a NaN in a sequence is refused");
+        check(set(c.ctx, part, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY), name + "a NaN in a part is put back");
+        clear(c);
+
         // ---- kept on the device
 
         context d(model, k, v);

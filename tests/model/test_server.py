@@ -292,6 +292,23 @@ def test_names_of_slot_files_stay_in_their_folder(
     assert all(f.startswith("slots/") and f[6:] in DEVICES for f in files_below(room))
 
 
+@pytest.mark.parametrize("slot", ["4", "99", "-1", "0x1", "1abc", "1%20", "99999999999", "x"])
+def test_a_slot_that_is_not_there_is_refused_and_no_other_touched(
+    serve: Serve, smollm2: Path, synth_model: Callable[..., Path], tmp_path: Path, slot: str
+) -> None:
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    server = serve(synth_model(tokenizer=smollm2), *K8V4, "--slot-save-path", folder, slots=4)
+    for i in range(4):
+        complete(server, ids(17, 20), id_slot=i)
+    for action in ("erase", "save", "restore"):
+        status, reply = server.ask("POST", f"/slots/{slot}?action={action}", {"filename": "a"})
+        assert status == 400 and "slot ID" in reasons(reply), (action, reply)
+    assert files_below(folder) == []
+    for i in range(4):
+        assert server.ask("POST", f"/slots/{i}?action=erase")[1]["n_erased"] >= 20
+
+
 def spoiled(data: bytes) -> Dict[str, bytes]:
     """A saved slot's bytes, spoiled in ways that a disk, an interrupted copy and a stranger have."""
     # upstream's head: magic, version, number of tokens, each of 4 bytes
