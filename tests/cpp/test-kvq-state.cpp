@@ -321,7 +321,7 @@ int main(int argc, char ** argv) {
         // streams of their own
         {
             context c(model, k, v, false);
-            check(!set(c.ctx, state) && says("n_stream mismatch") && c.works(0), name + "refused by a cache of several streams");
+            check(!set(c.ctx, state) && says("streams") && c.works(0), name + "refused by a cache of several streams");
         }
 
         // ---- contents that no context writes
