@@ -102,19 +102,13 @@ bool kvq_state::read(llama_io_read_i & io, uint32_t & n_layer, bool v_trans_stat
         return false;
     }
     if (!(n_layer & MARK)) {
-        bool any = false;
         for (const auto & e : entries) {
-            any = any || quantized(e.type_k) || quantized(e.type_v);
             if ((quantized(e.type_k) && def_k && !e.rot_k) || (quantized(e.type_v) && def_v && !e.rot_v)) {
                 LLAMA_LOG_ERROR("%s: the saved state doesn't say whether its rows are rotated, as a llama.cpp without kvq writes it, so "
                     "they are taken to be; in this context layer %u has %s: start without LLAMA_ATTN_ROT_DISABLE, or make the state anew\n",
                     __func__, e.il, describe(e).c_str());
                 return false;
             }
-        }
-        if (any) {
-            LLAMA_LOG_WARN("%s: the saved state doesn't say whether its rows are rotated, as a llama.cpp without kvq writes it: the default "
-                "is assumed, layer %u with %s\n", __func__, entries[0].il, describe(entries[0]).c_str());
         }
         return true;
     }
@@ -162,6 +156,18 @@ bool kvq_state::read(llama_io_read_i & io, uint32_t & n_layer, bool v_trans_stat
             types ? "the cache types (--kvq, --kvq-key, --kvq-val)" : "LLAMA_ATTN_ROT_DISABLE");
     }
     return n_differ == 0;
+}
+
+void kvq_state::assumed() const {
+    if (n_layer() & MARK) {
+        LLAMA_LOG_WARN("%s: the saved state doesn't say whether its rows are rotated, as a llama.cpp without kvq writes it: the default "
+            "is assumed, layer %u with %s\n", __func__, entries[0].il, describe(entries[0]).c_str());
+    }
+}
+
+void kvq_state::log_types(const char * side, int32_t was, int32_t is, uint32_t il) {
+    LLAMA_LOG_ERROR("%s: layer %u was saved with %s %s, and has %s here: use the cache types (--kvq, --kvq-key, --kvq-val) as when it was "
+        "saved, or make the state anew\n", __func__, il, side, type_name(was).c_str(), type_name(is).c_str());
 }
 
 // whether all of n words of 16 bits, stride bytes apart, have an exponent that isn't all ones

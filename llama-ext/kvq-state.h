@@ -55,6 +55,12 @@ public:
     // follow mean something else here. Throws what io throws.
     bool read(llama_io_read_i & io, uint32_t & n_layer, bool v_trans_state, bool v_trans) const;
 
+    // Says what was assumed of a state without a record, if there was anything to assume.
+    void assumed() const;
+
+    // Logs that a layer's keys or values ("keys", "values") were saved as another type than they have here.
+    static void log_types(const char * side, int32_t was, int32_t is, uint32_t il);
+
 private:
     struct entry {
         uint32_t il;

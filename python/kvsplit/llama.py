@@ -7,6 +7,7 @@ Importing this module loads the native library.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import operator
 import os
 import warnings
@@ -401,11 +402,14 @@ class Llama(llama_cpp.Llama):
         try:
             super().load_state(state)
         except RuntimeError as e:
+            data = (ctypes.c_uint8 * len(state.llama_state)).from_buffer_copy(state.llama_state)
+            n = llama_cpp.llama_state_set_data(self._ctx.ctx, data, len(data))  # once more, for the reason
+            why = f"it has {len(data) - n} bytes behind its end" if n else native.load().last_logged()
             this: Any = self
             this.reset()
             this._ctx.kv_cache_clear()
             self._requires_eval = requires_eval
-            raise StateError(f"state: {native.load().last_logged()}") from e
+            raise StateError(f"state: {why}") from e
 
     def __getstate__(self) -> Dict[str, Any]:
         # handles are numbers of this process, so a copy gets the texts

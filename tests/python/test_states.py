@@ -51,7 +51,7 @@ REFUSED: List[Tuple[Dict[str, Any], Dict[str, Any], str]] = [
     ({"kvq": "k8v4"}, {"kvq_key": "8,1=4", "kvq_val": 4}, "layer 1 was saved with keys q8_0"),
     ({"kvq": "k8v8"}, {}, "mismatched|was saved with keys q8_0|flash attention"),
     ({}, {"kvq": "k8v8"}, "flash attention"),
-    ({"flash_attn": True}, {"kvq": "k8v8"}, "mismatched key type"),
+    ({"flash_attn": True}, {"kvq": "k8v8"}, "layer 0 was saved with keys f16, and has q8_0 here: .*--kvq-key"),
 ]
 
 
@@ -118,3 +118,14 @@ def test_a_cut_state_is_refused_and_leaves_the_object_empty(model: Path) -> None
             b.load_state(cut)
         assert b.n_tokens == 0
         logits(b, PROMPT)
+
+
+def test_bytes_behind_a_state_are_refused(model: Path) -> None:
+    state = copy.copy(fed(model, kvq="k8v4").save_state())
+    state.llama_state += b"12345"
+    state.llama_state_size += 5
+    b = fed(model, kvq="k8v4")
+    with pytest.raises(StateError, match="5 bytes behind its end"):
+        b.load_state(state)
+    assert b.n_tokens == 0
+    logits(b, PROMPT)
