@@ -8,17 +8,15 @@
 
 #include "ggml-cpp.h"
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <random>
 #include <stdexcept>
 #include <system_error>
 
-#ifdef _WIN32
-    #include <process.h>
-    #define getpid _getpid
-#else
+#ifndef _WIN32
+    #include <sys/stat.h>
     #include <unistd.h>
 #endif
 
@@ -224,32 +222,37 @@ kvq_new_file::kvq_new_file(const char * path_) : path(path_) {
         llama_file(path.c_str(), "r+b"); // throws if it is protected, which a rename wouldn't notice
     }
 
-    static std::atomic<unsigned> count { 0 };
-    for (int tries = 0; tries < 100; tries++) {
-        const std::string name = ".kvq-" + std::to_string(getpid()) + "-" + std::to_string(count++) + ".partial";
-        aside = (target.parent_path() / fs::u8path(name)).u8string();
-        errno = 0;
-        try {
-            out = std::make_unique<llama_file>(aside.c_str(), "wbx"); // never into what is there
-            break;
-        } catch (const std::runtime_error &) {
-            const int why = errno;
-            if (why == EEXIST) {
-                continue; // left by a process that had this number and was killed
-            }
-            aside.clear();
-            if (fs::exists(status) && (why == EACCES || why == EPERM || why == EROFS)) {
-                out = std::make_unique<llama_file>(path.c_str(), "wb");
-                return;
-            }
-            throw std::runtime_error(format("failed to write %s: %s", path.c_str(), strerror(why)));
-        }
+    if (fs::exists(status) && fs::hard_link_count(target, ec) > 1 && !ec) {
+        out = std::make_unique<llama_file>(path.c_str(), "wb"); // its other names would keep the old rows
+        return;
     }
-    if (!out) {
+
+    std::random_device random;
+    const std::string name = format(".kvq-%08x%08x.partial", random(), random());
+    aside = (target.parent_path() / fs::u8path(name)).u8string();
+    errno = 0;
+    try {
+        out = std::make_unique<llama_file>(aside.c_str(), "wbx"); // never into what is there
+    } catch (const std::runtime_error &) {
+        const int why = errno;
         aside.clear();
-        throw std::runtime_error(format("failed to write %s: too many .kvq-*.partial files beside it", path.c_str()));
+        if (fs::exists(status) && (why == EACCES || why == EPERM || why == EROFS)) {
+            out = std::make_unique<llama_file>(path.c_str(), "wb");
+            return;
+        }
+        throw std::runtime_error(format("failed to write %s: %s", path.c_str(), strerror(why)));
     }
     if (fs::exists(status)) {
+#ifndef _WIN32
+        struct stat old;
+        if (stat(path.c_str(), &old) == 0 && (old.st_uid != geteuid() || old.st_gid != getegid()) &&
+                fchown(out->file_id(), old.st_uid, old.st_gid) != 0) {
+            fs::remove(fs::u8path(aside), ec); // another's, and it has to stay so
+            aside.clear();
+            out = std::make_unique<llama_file>(path.c_str(), "wb");
+            return;
+        }
+#endif
         fs::permissions(fs::u8path(aside), status.permissions(), ec);
     }
 }

@@ -91,8 +91,9 @@ void kvq_check_rows(const ggml_tensor * t, const void * data, size_t size);
 
 // A file that is written beside its place and takes it when it is whole: whatever goes wrong before, the
 // file that was there stays as it was. What is no regular file (a pipe, a device) is written to directly,
-// and so is a file in a folder that nothing can be added to, or that can't be replaced (a mount by itself). Symbolic
-// links are followed.
+// and so is a file in a folder that nothing can be added to, or that can't be replaced by the same file for everybody (a
+// mount by itself, a file of several names, another's). Symbolic links are followed. A process that is killed leaves a
+// .kvq-*.partial file.
 // Throws std::runtime_error that names the path.
 class kvq_new_file {
 public:

@@ -470,6 +470,16 @@ int main(int argc, char ** argv) {
         fs::create_symlink(path.filename(), folder / "link.bin");
         check(llama_state_save_file(a.ctx, (folder / "link.bin").u8string().c_str(), &token, 1), "through a link");
         check(fs::is_symlink(folder / "link.bin") && fs::file_size(path) > 1000, "the link stays, what it names is new");
+        fs::create_hard_link(path, folder / "second.bin");
+        std::ofstream(path) << old;
+        check(llama_state_save_file(a.ctx, path.u8string().c_str(), &token, 1) && fs::file_size(folder / "second.bin") > 1000,
+            "all names of a file have the new one");
+        fs::remove(folder / "second.bin");
+        if (geteuid() == 0 && chown(path.c_str(), 4321, 4321) == 0) {
+            struct stat is;
+            check(llama_state_save_file(a.ctx, path.u8string().c_str(), &token, 1) && stat(path.c_str(), &is) == 0 && is.st_uid == 4321 && is.st_gid == 4321,
+                "an owner stays");
+        }
         fs::create_symlink("made.bin", folder / "dangling.bin");
         check(llama_state_save_file(a.ctx, (folder / "dangling.bin").u8string().c_str(), &token, 1), "through a link to nothing");
         check(fs::is_symlink(folder / "dangling.bin") && fs::file_size(folder / "made.bin") > 1000, "makes what it names");
