@@ -5,6 +5,7 @@
 #include "llama-hparams.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
+#include "llama-model.h"
 
 #include "ggml-cpp.h"
 
@@ -31,7 +32,7 @@ static bool quantized(int32_t type) {
     return type >= 0 && ggml_is_quantized(ggml_type(type));
 }
 
-void kvq_state::rotations(const llama_kv_cache & cache, const llama_hparams & hparams) {
+void kvq_state::rotations(const llama_kv_cache & cache, const llama_model & model, const llama_hparams & hparams) {
     // the tensors that graphs multiply by: a context without memory, sizes only
     const ggml_init_params params = { 2*ggml_tensor_overhead(), nullptr, true };
     ggml_context_ptr ctx { ggml_init(params) };
@@ -39,8 +40,8 @@ void kvq_state::rotations(const llama_kv_cache & cache, const llama_hparams & hp
     const ggml_tensor * k = cache.build_input_k_rot(ctx.get());
     const ggml_tensor * v = cache.build_input_v_rot(ctx.get());
 
-    // upstream's rule for a cache: heads of one size, a multiple of 64
-    def_k = hparams.n_embd_head_k() % 64 == 0;
+    // upstream's rule for a cache: heads of one size, a multiple of 64; the rows of an MLA model are stored as they are
+    def_k = hparams.n_embd_head_k() % 64 == 0 && !model.hparams.is_mla();
     def_v = hparams.n_embd_head_v() % 64 == 0;
 
     for (auto & e : entries) {

@@ -36,13 +36,13 @@ class llama_kv_cache;
 
 class kvq_state {
 public:
-    // layers: what `cache` stores, with members il, k and v
+    // hparams: of the cache, which may be a changed copy of the model's; layers: what it stores, with members il, k and v
     template <typename T_layer>
-    kvq_state(const llama_kv_cache & cache, const llama_hparams & hparams, const std::vector<T_layer> & layers) {
+    kvq_state(const llama_kv_cache & cache, const llama_model & model, const llama_hparams & hparams, const std::vector<T_layer> & layers) {
         for (const auto & layer : layers) {
             entries.push_back({ layer.il, type_of(layer.k), type_of(layer.v), 0, 0 });
         }
-        rotations(cache, hparams);
+        rotations(cache, model, hparams);
     }
 
     // what stands in the place of the number of layers
@@ -74,7 +74,7 @@ private:
         return t ? int32_t(t->type) : -1;
     }
 
-    void rotations(const llama_kv_cache & cache, const llama_hparams & hparams);
+    void rotations(const llama_kv_cache & cache, const llama_model & model, const llama_hparams & hparams);
 
     static std::string describe(const entry & e);
 

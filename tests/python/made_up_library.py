@@ -18,7 +18,9 @@ from kvsplit import _lock, native
 from kvsplit.cache_types import CACHE_TYPES
 
 NAME = "libllama.dylib" if sys.platform == "darwin" else "libllama.so"
-BUILD = f"{_lock.VERSION} {_lock.SHA256} {'5' * 64}"
+#: An installed package knows which patches it was built with, a source tree takes any.
+PATCHES = native.expected_patches() or "5" * 64
+BUILD = f"{_lock.VERSION} {_lock.SHA256} {PATCHES}"
 
 #: Functions that the package binds; a made-up library needs those that it doesn't define by name alone.
 _BOUND = re.findall(r'fn\("(kvq_\w+)"', inspect.getsource(native.Native._bind))

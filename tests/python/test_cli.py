@@ -353,6 +353,18 @@ def test_doctor_names_a_folder_that_cannot_be_written(cli: Run, tmp_path: Path, 
     ] == ["f"]
 
 
+def test_doctor_runs_nothing_from_the_folder_where_the_user_stands(tmp_path: Path) -> None:
+    for name in ("json", "queue", "ctypes", "llama_cpp"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken')\n", encoding="utf-8")
+    program = tmp_path / "bin" / "run"  # as the installed command: its own folder is on the path, not this one
+    program.parent.mkdir()
+    program.write_text("import sys\nfrom kvsplit.cli import main\nsys.exit(main())\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(program), "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "taken" not in done.stdout + done.stderr and " passed" in done.stdout
+
+
 def test_doctor_goes_on_without_a_home(cli: Run) -> None:
     res = cli("doctor", "--no-test", env={"KVSPLIT_MODELS_DIR": "~nobody-here/models"})
     assert res.returncode == 1 and "problem: this user has no home folder" in res.stderr

@@ -205,7 +205,8 @@ def test_a_library_of_other_patches_is_refused_by_both_names(tmp_path: Path, mon
     path = made_up.whole(tmp_path)
     monkeypatch.setattr(native, "expected_patches", lambda: "7" * 64)
     with pytest.raises(
-        NativeMismatchError, match=rf"{re.escape(str(path))}.*5{{64}}.*{re.escape(str(native.PACKAGE))}.*7{{64}}"
+        NativeMismatchError,
+        match=rf"{re.escape(str(path))}.*{made_up.PATCHES}.*{re.escape(str(native.PACKAGE))}.*7{{64}}",
     ):
         native.Native(path)
 

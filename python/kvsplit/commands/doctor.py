@@ -88,7 +88,8 @@ def _plain(item: native.SelfTestItem) -> Dict[str, Any]:
 
 
 _CHILD = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from kvsplit.commands import doctor; "
+    # without the folder that the user stands in: a json.py there isn't ours
+    "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; from kvsplit.commands import doctor; "
     "doctor.child(float(sys.argv[2]), sys.argv[3] == 'test')"
 )
 
