@@ -366,7 +366,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         terminal.passed_on.extend(args[at + 1 :])
         args = args[:at]
     with runs.terminable():
-        return _run(args)
+        return runs.flushed(_run(args), _fail)
 
 
 def _run(args: List[str]) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, List, NoReturn, Optional, Sequence, 
 
 import kvsplit
 from kvsplit import _lock, native
-from kvsplit.errors import KVSplitError
+from kvsplit.errors import KVSplitError, why
 from kvsplit.results import Provenance
 
 # ---- identity
@@ -182,6 +182,23 @@ def reader_has_gone() -> int:
     return 141
 
 
+def flushed(code: int, fail: Callable[[str, int], int]) -> int:
+    """Hand over what is buffered on stdout, while a full disk can still be told. Returns the exit code.
+
+    Args:
+        code: the exit code so far; not 0: the reason was said.
+        fail: says a message and returns the code that it is given.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return reader_has_gone()
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return code or fail(f"the output can't be written ({why(e)})", 1)
+    return code
+
+
 def script(name: str, body: Callable[[], int], kept: str) -> int:
     """Run a script's body and return its exit code; errors become one line on stderr.
 
@@ -195,7 +212,7 @@ def script(name: str, body: Callable[[], int], kept: str) -> int:
         print(f"{name}: error: {message}", file=sys.stderr)
         return code
 
-    with terminable():
+    def run() -> int:
         try:
             return body()
         except Terminated:
@@ -206,3 +223,8 @@ def script(name: str, body: Callable[[], int], kept: str) -> int:
             return fail(str(e), e.exit_code)
         except BrokenPipeError:
             return reader_has_gone()
+        except OSError as e:
+            return fail(f"{e.filename or 'the output'} can't be read or written ({why(e)})", 1)
+
+    with terminable():
+        return flushed(run(), fail)
