@@ -145,7 +145,7 @@ def test_prompt_cache_goes_on_alike(request: pytest.FixtureRequest, run_tool: An
     assert len(first.stdout.split()) > 5
     # of another policy it is refused, with the reason, and not overwritten
     other = completion(run_tool, model, "--kvq", "4", *session)
-    assert other.returncode == 1 and "was saved with keys f16" in other.stderr and other.stdout == ""
+    assert other.returncode == 1 and "was saved with keys " in other.stderr and other.stdout == ""
     assert (tmp_path / "session.bin").stat().st_size == size
 
 
