@@ -46,6 +46,7 @@ def check(kind: str, timeout: float) -> Dict[str, str]:
     return outcomes
 
 
+@pytest.mark.sanitizers
 def test_tests_operations_and_text_are_clean_under_address_and_undefined_behavior_sanitizers() -> None:
     outcomes = check("asan", timeout=3600)
     assert {"policy", "args", "types", "attention", "operations rows", "operations pairs"} <= set(outcomes)
@@ -54,6 +55,7 @@ def test_tests_operations_and_text_are_clean_under_address_and_undefined_behavio
     assert all(o == "passed" or name.startswith(("codec", "attention")) for name, o in outcomes.items())
 
 
+@pytest.mark.sanitizers
 def test_attention_and_the_server_have_no_data_race() -> None:
     outcomes = check("tsan", timeout=3600)
     assert set(outcomes.values()) == {"passed"}
@@ -65,6 +67,7 @@ def test_the_codec_is_clean_under_valgrind() -> None:
     assert all(o in ("passed", "skipped") for o in outcomes.values())
 
 
+@pytest.mark.sanitizers
 def test_no_target_of_the_fuzzer_finds_a_fault() -> None:
     if shutil.which("clang++-19") is None:
         need("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
@@ -79,6 +82,7 @@ def test_no_target_of_the_fuzzer_finds_a_fault() -> None:
     assert all(row["inputs"] for row in rows)
 
 
+@pytest.mark.sanitizers
 @pytest.mark.parametrize(
     ("kind", "source", "report"),
     [
