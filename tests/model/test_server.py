@@ -482,7 +482,7 @@ def test_the_soak_sees_a_leak_and_an_answer_that_is_not_owed() -> None:
 def test_servers_under_load_answer_as_they_do_alone(
     tool: Callable[[str], Path], smollm2: Path, tmp_path: Path, setting: soak.Setting
 ) -> None:
-    summary = soak.Soak(tool("llama-server"), smollm2, setting, "k8v4", tmp_path).run(seconds=150, requests=40, pool=6)
+    summary = soak.Soak(tool("llama-server"), smollm2, setting, "k8v4", tmp_path).run(seconds=150, limit=40, pool=6)
     print(summary.text())
     assert summary.faults == []
     # every kind came; most of what was answered was compared
