@@ -23,6 +23,7 @@ import gguf
 import numpy as np
 import pytest
 import start_line
+from needs import missing
 
 import kvsplit
 from kvsplit.cache_types import CACHE_TYPES, is_quantized
@@ -34,13 +35,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Make = Callable[..., Path]
 
 NO_ROTATION = {"LLAMA_ATTN_ROT_DISABLE": "1"}
-
-
-def missing(reason: str) -> None:
-    """Skip, or fail where nothing may be missing."""
-    if os.environ.get("KVSPLIT_REQUIRE", "") not in ("", "0"):
-        pytest.fail(f"required by KVSPLIT_REQUIRE: {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 def refused(done: "subprocess.CompletedProcess[str]", *words: str) -> None:

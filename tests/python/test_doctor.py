@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List
 import made_up_library as made_up
 import numpy as np
 import pytest
+from needs import missing
 
 from kvsplit import _lock, formats, native
 from kvsplit.cache_types import BY_NAME, CACHE_TYPES
@@ -200,7 +201,7 @@ def test_recorded_bytes_are_those_of_the_numpy_mirror(name: str) -> None:
 def test_a_second_device_is_tested_by_the_same_code(cli: Run, repo: Path) -> None:
     plugin = repo / "build" / "metal" / "libggml-metal-emulated.so"
     if not plugin.is_file() or native.library_path().resolve().parent != (repo / "build" / "bin").resolve():
-        pytest.skip("no emulated Metal device in the build that is tested")
+        missing("no emulated Metal device in the build that is tested")
     # so slow that only the pairs that are used most come to be tested
     data = json.loads(cli("doctor", "--json", "--seconds", 4, GGML_BACKEND_PATH=plugin).stdout)
     metal = next(d for d in data["devices"] if d["name"].startswith("MTL"))

@@ -23,6 +23,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import made_up_rows
 import pytest
+from needs import missing
 from test_models import PARTS, _wheel
 
 import kvsplit
@@ -35,13 +36,6 @@ sys.path.insert(0, str(REPO / "tests" / "patches"))
 from project import FETCH, PATCHQ, Project, make_sdist  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and mounts of POSIX")
-
-
-def missing(reason: str) -> None:
-    """Skip, or fail where nothing may be missing."""
-    if os.environ.get("KVSPLIT_REQUIRE", "") not in ("", "0"):
-        pytest.fail(f"required by KVSPLIT_REQUIRE: {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 ROWS = made_up_rows.rows(configs=("F16", "K8V4"), lengths=(2048,), rounds=3, chunks=4)

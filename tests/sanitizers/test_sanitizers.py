@@ -12,18 +12,12 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 import pytest
+from needs import missing
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 pytestmark = pytest.mark.slow
-
-
-def need(reason: str) -> None:
-    """Skip, or fail where nothing may be missing."""
-    if os.environ.get("KVSPLIT_REQUIRE", "") not in ("", "0"):
-        pytest.fail(f"required by KVSPLIT_REQUIRE: {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 def run(*command: str, timeout: float) -> "subprocess.CompletedProcess[str]":
@@ -36,9 +30,9 @@ def run(*command: str, timeout: float) -> "subprocess.CompletedProcess[str]":
 def check(kind: str, timeout: float) -> Dict[str, str]:
     """Run all cases of a kind, and return the outcome of each by its name."""
     if kind != "valgrind" and shutil.which("clang++-19") is None:
-        need("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
+        missing("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
     if kind == "valgrind" and shutil.which("valgrind") is None:
-        need("no valgrind")
+        missing("no valgrind")
     done = run(str(HERE / "run.py"), kind, timeout=timeout)
     lines = [line.split(None, 5) for line in done.stdout.splitlines() if line.startswith(f"{kind} ")]
     outcomes = {line[4] if len(line) == 5 else f"{line[4]} {line[5]}": line[1] for line in lines}
@@ -70,7 +64,7 @@ def test_the_codec_is_clean_under_valgrind() -> None:
 @pytest.mark.sanitizers
 def test_no_target_of_the_fuzzer_finds_a_fault() -> None:
     if shutil.which("clang++-19") is None:
-        need("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
+        missing("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
     built = run(str(HERE / "run.py"), "fuzz", timeout=3600)
     assert built.returncode == 0, built.stderr[-20000:]
     seconds = [] if os.environ.get("FUZZ_SECONDS") else ["--seconds", "10"]
@@ -107,7 +101,7 @@ def test_a_planted_fault_is_reported_by_the_compiler_and_options_that_are_used(
     kind: str, source: str, report: str, tmp_path: Path
 ) -> None:
     if shutil.which("clang++-19") is None:
-        need("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
+        missing("no clang++-19 (Debian: clang-19 libclang-rt-19-dev)")
     sys.path.insert(0, str(HERE))
     import run as sanitizers
 
